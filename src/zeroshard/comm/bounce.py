@@ -1,0 +1,68 @@
+"""Tensors as host bytes, and a broadcast through a small buffer that every rank can read.
+
+Broadcasts are set-up traffic, where memory counts more than speed: two halves of `HALF` bytes, one being
+written while the other is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["HALF", "broadcast", "host_bytes", "land"]
+
+HALF = 1 << 22
+
+
+def host_bytes(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+    """A flat byte view of `tensor`, or of a host copy where it is elsewhere or gappy (filled if `keep`)."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+        tensor = plain.copy_(tensor) if keep else plain
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def land(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Bring bytes that came from elsewhere into `tensor`, unless `flat` is its own memory."""
+    tensor = tensor.detach()
+    if tensor.numel() > 0 and tensor.data_ptr() != flat.data_ptr():
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def broadcast(
+    tensors: Sequence[torch.Tensor], bounce: torch.Tensor, sends: bool, meet: Callable[[], object]
+) -> None:
+    """Pass `tensors` through `bounce` (2 * HALF bytes). `meet` is a barrier, called equally often by all."""
+    half, used = 0, 0
+    moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+    landings: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def turn() -> None:
+        buffers, parts = [buffer for buffer, _ in moves], [part for _, part in moves]
+        if sends and moves:
+            torch._foreach_copy_(buffers, parts)
+        meet()
+        if moves and not sends:
+            torch._foreach_copy_(parts, buffers)
+        for tensor, flat in landings:
+            land(tensor, flat)
+        moves.clear()
+        landings.clear()
+
+    for tensor in tensors:
+        flat, at = host_bytes(tensor, keep=sends), 0
+        while at < flat.numel():
+            count = min(HALF - used, flat.numel() - at)
+            start = half * HALF + used
+            moves.append((bounce[start : start + count], flat[at : at + count]))
+            at, used = at + count, used + count
+            if used == HALF:
+                turn()
+                half, used = 1 - half, 0
+        if not sends:
+            landings.append((tensor, flat))
+    turn()
+    # The next broadcast starts at the first half again, which a slow peer may still be reading.
+    meet()

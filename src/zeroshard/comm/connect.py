@@ -1,0 +1,130 @@
+"""Choose and make the transport of a group of ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from zeroshard.errors import OptionError
+
+from .local import LocalTransport
+from .rendezvous import Rendezvous
+from .shm import ShmTransport
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["NAMES", "connect"]
+
+NAMES = ("auto", "local", "shm", "gloo", "nccl")
+
+# How many transports each set of ranks has made in this process: part of the name under which they meet.
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def connect(
+    device: torch.device,
+    transport: str = "auto",
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+) -> Transport:
+    """The transport `transport` between the ranks of `group` (default: all). Collective.
+
+    `auto` takes `local` for one rank, `nccl` where the group has it and every rank its own GPU, `shm` where
+    all ranks are processes of one host that can read one another, else `gloo`.
+    """
+    if transport not in NAMES:
+        raise OptionError(f"unknown transport {transport!r}: one of {', '.join(NAMES)}")
+    if not (dist.is_available() and dist.is_initialized()):
+        if transport in ("auto", "local"):
+            return LocalTransport(device)
+        raise OptionError(
+            f"transport {transport!r} needs a process group and there is none: start with "
+            "`zeroshard run --ranks N script.py` or torchrun, or call torch.distributed.init_process_group()"
+        )
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1 and transport in ("auto", "local"):
+        return LocalTransport(device)
+    if transport == "local":
+        raise OptionError(
+            f"transport 'local' is for one rank and this group has {size}: use transport='auto'"
+        )
+    store = _own_store(group)
+    chosen = _choose(Rendezvous(store, rank, size, timeout), device, transport, group)
+    if chosen == "shm":
+        try:
+            return ShmTransport(store, rank, size, device, timeout)
+        except OptionError:
+            if transport != "auto":
+                raise
+            chosen = "gloo"
+    raise OptionError(f"transport {chosen!r} is not available")
+
+
+def _own_store(group: dist.ProcessGroup | None) -> Store:
+    """A part of the group's store that no other transport uses."""
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    _made[ranks] += 1
+    # A restarted run may meet what the last attempt left in the store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    members = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
+    return PrefixStore(f"zeroshard/{attempt}/{members}/{_made[ranks]}", _get_default_store())
+
+
+def _choose(
+    meeting: Rendezvous, device: torch.device, transport: str, group: dist.ProcessGroup | None
+) -> str:
+    """The same name on every rank, or the same OptionError."""
+    here = {
+        "asked": transport,
+        "host": _host(),
+        "gpu": _gpu(device),
+        "nccl": device.type == "cuda" and "nccl" in str(dist.get_backend_config(group)),
+    }
+    told = [value for value in meeting.share("place", here) if isinstance(value, dict)]
+    asked = [value["asked"] for value in told]
+    if len(set(asked)) > 1:
+        raise OptionError(f"ranks ask for different transports: {', '.join(asked)} (in rank order)")
+    own_gpu = all(value["nccl"] for value in told) and len({str(value["gpu"]) for value in told}) == len(told)
+    if transport == "nccl" and not own_gpu:
+        raise OptionError(
+            "transport 'nccl' needs a group with the nccl backend and one GPU per rank, and the ranks are on "
+            f"{[value['gpu'] for value in told]}: use transport='auto'"
+        )
+    one_host = len({str(value["host"]) for value in told}) == 1
+    if transport == "shm" and not one_host:
+        hosts = sorted({str(value["host"][0]) for value in told})
+        raise OptionError(
+            "transport 'shm' needs all ranks on one host and in one process namespace, and they are on "
+            f"{', '.join(hosts)}: use transport='gloo'"
+        )
+    if transport != "auto":
+        return transport
+    return "nccl" if own_gpu else "shm" if one_host else "gloo"
+
+
+def _host() -> list[str]:
+    """What two processes that can open one another's /proc entries have in common."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        space = str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        # Without /proc there is no shared memory to open: a name that no other rank has.
+        boot, space = f"pid {os.getpid()}", ""
+    return [socket.gethostname(), boot, space]
+
+
+def _gpu(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(index).uuid}"

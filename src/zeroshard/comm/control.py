@@ -1,0 +1,286 @@
+"""The control areas of ranks that share memory: one memfd per rank, written by its rank and read by all.
+
+[Note: words] An area is an array of int64 words that only grow, some text, and two mail slots. All waiting is
+of one form, "word i of every peer >= target", and a waiting rank writes down i and target. So any rank can
+tell for itself whether another still has to wait, and a deadlock is a fact and not a guess: all ranks wait,
+none of their conditions holds, and that has not changed for `PATIENCE` seconds.
+
+[Note: order] The data must be visible before the word that announces it. On x86 stores are seen in program
+order. Elsewhere (ARM) two uncontended lock round trips, release before acquire, order what is before against
+what is after; this is only paid there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+import threading
+import time
+from collections.abc import Callable
+from mmap import mmap
+from typing import TYPE_CHECKING, cast
+
+from zeroshard.errors import OptionError, RankError
+
+from . import memfd
+from .rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["EPOCH", "MAIL", "MAX_LANES", "Control", "consumed", "posted"]
+
+EPOCH, MAIL, STATE, WAIT_WORD, WAIT_TARGET, WAIT_COUNT = range(6)
+RUNNING, LEFT, FAILED = range(3)
+_LANES_AT = 8
+MAX_LANES = 16384
+# Untouched pages of an area cost nothing, so it can be roomy.
+_TEXT_AT = 8 * (_LANES_AT + 2 * MAX_LANES)
+_TEXT = 1024
+_NOTE_AT = _TEXT_AT + _TEXT
+_NOTE = 8192
+_MAIL_AT = _NOTE_AT + _NOTE
+_MAIL_HEAD = struct.Struct("qq")
+_MAIL = 1 << 16
+_BYTES = _MAIL_AT + 2 * _MAIL
+
+SPIN = 20e-6
+NAP, LONG_NAP = 20e-6, 200e-6
+HEALTH = 0.2
+PATIENCE = 5.0
+
+_LABEL = 400
+_X86 = platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
+_locks = (threading.Lock(), threading.Lock())
+
+
+def posted(lane: int) -> int:
+    """The word that counts the reductions this rank has posted on a lane."""
+    return _LANES_AT + 2 * lane
+
+
+def consumed(lane: int) -> int:
+    """The word that counts the reductions whose pieces this rank has taken from its peers."""
+    return _LANES_AT + 2 * lane + 1
+
+
+def order_memory() -> None:
+    """See [Note: order]."""
+    if not _X86:
+        for lock in _locks:
+            with lock:
+                pass
+
+
+class Control:
+    """This rank's control area and its view of the peers'."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.progress: Callable[[], object] = lambda: None
+        self._meet(Rendezvous(store, rank, size, timeout))
+        self._words = [memoryview(area).cast("q") for area in self._areas]
+        self._peers = [words for other, words in enumerate(self._words) if other != rank]
+        self._mine = self._words[rank]
+        self._letters = 0
+
+    def _meet(self, meeting: Rendezvous) -> None:
+        area = memfd.create(f"control {self.rank}", _BYTES, reserve=False)
+        try:
+            self.pids: list[int] = []
+            self._births: list[str] = []
+            self._areas: list[mmap] = []
+            pid = os.getpid()
+            mine = [pid, area.fd, _process_state(pid)[1]]
+            trouble = None
+            for other, told in enumerate(meeting.share("control", mine)):
+                peer, fd, birth = cast("tuple[int, int, str]", told)
+                self.pids.append(peer)
+                self._births.append(birth)
+                try:
+                    self._areas.append(area.map if other == self.rank else memfd.open_peer(peer, fd, _BYTES))
+                except OSError as error:
+                    trouble = f"rank {self.rank} cannot open the memory of rank {other} (pid {peer}): {error}"
+                    break
+            troubles = [said for said in meeting.share("opened", trouble) if said is not None]
+        finally:
+            area.close_fd()
+        if troubles:
+            raise OptionError(
+                f"transport 'shm' cannot work here: {troubles[0]}. Ranks must run as the same user in one "
+                "process namespace; use transport='gloo' instead."
+            )
+
+    def value(self, rank: int, word: int) -> int:
+        return self._words[rank][word]
+
+    def own(self, word: int) -> int:
+        return self._mine[word]
+
+    def publish(self, word: int, value: int) -> None:
+        """Set one of this rank's words, after everything it has written so far."""
+        order_memory()
+        self._mine[word] = value
+
+    def reached(self, word: int, target: int) -> bool:
+        """Whether that word of every peer is at least `target`; what they wrote before may then be read."""
+        for words in self._peers:
+            if words[word] < target:
+                return False
+        order_memory()
+        return True
+
+    def wait(self, word: int, target: int, what: Callable[[], str]) -> None:
+        """Block until `reached(word, target)`. Raises RankError if that can no longer come about."""
+        start = time.perf_counter()
+        while time.perf_counter() - start < SPIN:
+            if self.reached(word, target):
+                return
+        self._write_text(_TEXT_AT, _TEXT, what())
+        self._mine[WAIT_COUNT] += 1
+        self._mine[WAIT_TARGET] = target
+        self.publish(WAIT_WORD, word + 1)
+        nap, looked, stuck = NAP, start, _Stillness(self)
+        while not self.reached(word, target):
+            self.progress()
+            now = time.perf_counter()
+            if now - looked > HEALTH:
+                looked = now
+                trouble = self._trouble(word, target, what(), now - start) or stuck.trouble(now)
+                if trouble is not None:
+                    if self.reached(word, target):
+                        break
+                    self.leave(trouble)
+                    raise RankError(trouble)
+            time.sleep(nap)
+            nap = min(nap * 1.5, LONG_NAP)
+        self._mine[WAIT_WORD] = 0
+
+    def _trouble(self, word: int, target: int, what: str, waited: float) -> str | None:
+        for other, words in enumerate(self._words):
+            if other != self.rank and words[STATE] == FAILED:
+                return self._read_text(other, _NOTE_AT)
+        late = [r for r in range(self.size) if r != self.rank and self._words[r][word] < target]
+        for other in late:
+            who = f"rank {other} (pid {self.pids[other]})"
+            if self._words[other][STATE] == LEFT:
+                return f"{who} closed its transport while rank {self.rank} waited for {what}"
+            if not self._alive(other):
+                return f"{who} died while rank {self.rank} waited for {what}"
+        if waited > self.timeout:
+            names = ", ".join(f"rank {other}" for other in late)
+            return (
+                f"rank {self.rank} waited {waited:.0f} s for {what}, and {names} did not answer in that time"
+            )
+        return None
+
+    def _alive(self, rank: int) -> bool:
+        state, birth = _process_state(self.pids[rank])
+        return state not in ("", "Z", "X") and birth == self._births[rank]
+
+    def blocked(self, rank: int) -> tuple[int, int, int] | None:
+        """What a rank waits for, as (count of its waits, word, target), if it does and still has to."""
+        words = self._words[rank]
+        count, word, target = words[WAIT_COUNT], words[WAIT_WORD] - 1, words[WAIT_TARGET]
+        if word < 0:
+            return None
+        if all(peer[word] >= target for other, peer in enumerate(self._words) if other != rank):
+            return None
+        return count, word, target
+
+    def waits(self) -> list[str]:
+        """What every rank says it waits for."""
+        return [self._read_text(rank, _TEXT_AT) for rank in range(self.size)]
+
+    def leave(self, note: str | None = None) -> None:
+        """Mark this rank as failed, with the reason, or as gone. The first note stays."""
+        if self._mine[STATE] == FAILED:
+            return
+        if note is None:
+            self.publish(STATE, LEFT)
+        else:
+            self._write_text(_NOTE_AT, _NOTE, note)
+            self.publish(STATE, FAILED)
+
+    def mail(self, label: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order. All ranks must send under the same label at the same time."""
+        name = label.encode()[:_LABEL]
+        message = name + b"\0" + payload
+        room = _MAIL - _MAIL_HEAD.size
+        parts: list[list[bytes]] = [[] for _ in range(self.size)]
+        sent, longest = 0, 1
+        while sent < longest:
+            totals = self._letter(message[sent : sent + room], len(message), label, parts)
+            if sent == 0:
+                longest = max(totals)
+                self._compare_labels([part[0].split(b"\0", 1)[0].decode(errors="replace") for part in parts])
+            sent += room
+        return [b"".join(part).split(b"\0", 1)[1] for part in parts]
+
+    def _letter(self, chunk: bytes, total: int, label: str, parts: list[list[bytes]]) -> list[int]:
+        # Two slots are enough: to write letter n a rank has seen every peer's n-1, and a peer that wrote n-1
+        # has read all of n-2.
+        self._letters += 1
+        at = _MAIL_AT + (self._letters % 2) * _MAIL
+        body = at + _MAIL_HEAD.size
+        mine = self._areas[self.rank]
+        _MAIL_HEAD.pack_into(mine, at, total, len(chunk))
+        mine[body : body + len(chunk)] = chunk
+        self.publish(MAIL, self._letters)
+        self.wait(MAIL, self._letters, lambda: label)
+        totals = []
+        for part, area in zip(parts, self._areas, strict=True):
+            whole, length = _MAIL_HEAD.unpack_from(area, at)
+            totals.append(whole)
+            part.append(area[body : body + length])
+        return totals
+
+    def _compare_labels(self, labels: list[str]) -> None:
+        if len(set(labels)) > 1:
+            raise RankError(_disagreement(labels))
+
+    def _write_text(self, at: int, room: int, text: str) -> None:
+        data = text.encode()[: room - 8]
+        self._areas[self.rank][at : at + 8 + len(data)] = struct.pack("q", len(data)) + data
+
+    def _read_text(self, rank: int, at: int) -> str:
+        area = self._areas[rank]
+        (length,) = struct.unpack_from("q", area, at)
+        return area[at + 8 : at + 8 + length].decode(errors="replace")
+
+
+class _Stillness:
+    """Notices that all ranks are blocked and stay so."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._seen: list[tuple[int, int, int] | None] = []
+        self._since = 0.0
+
+    def trouble(self, now: float) -> str | None:
+        seen = [self._control.blocked(rank) for rank in range(self._control.size)]
+        if None in seen or seen != self._seen:
+            self._seen, self._since = seen, now
+            return None
+        return _disagreement(self._control.waits()) if now - self._since > PATIENCE else None
+
+
+def _disagreement(labels: list[str]) -> str:
+    listed = "; ".join(f"rank {rank} waits for {label}" for rank, label in enumerate(labels))
+    return (
+        f"ranks wait for different things and none can go on: {listed}. Every rank must run the same "
+        "program; check branches, loop lengths and early exits that depend on the rank."
+    )
+
+
+def _process_state(pid: int) -> tuple[str, str]:
+    """(state letter, start time) of a process, or empty if there is none. The start tells reused pids apart."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except OSError:
+        return "", ""

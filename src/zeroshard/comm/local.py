@@ -1,0 +1,82 @@
+"""One rank: nothing moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from .transport import Cuts, Done, Region, Transport, Work
+
+__all__ = ["LocalTransport"]
+
+
+class LocalTransport(Transport):
+    """The transport of a world of one. Its regions are on the device itself."""
+
+    name = "local"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 1, device)
+
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def free(self, region: Region) -> None:
+        region.mine = region.mine.new_empty(0)
+
+    def fill(self, region: Region) -> None:
+        return None
+
+    def reduce(
+        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+    ) -> Work:
+        piece = wire.mine[: pieces[0]]
+        wide = torch.float64 if piece.dtype == torch.float64 else torch.float32
+        if out.dtype != piece.dtype and out.dtype != wide:
+            # Round once, after the scale, as the transports that add do.
+            out.copy_(piece.to(wide) * scale)
+            return Done()
+        if out.data_ptr() != piece.data_ptr():
+            out.copy_(piece)
+        if scale != 1.0:
+            out.mul_(scale)
+        return Done()
+
+    def gather(
+        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        if len(out[0]) > 0:
+            pairs = zip(cuts[0], out[0], strict=True)
+            sources = [source.mine[at : at + numel].view(to.shape) for (at, numel), to in pairs]
+            torch._foreach_copy_(list(out[0]), sources)
+        return Done()
+
+    def open(self) -> None:
+        return None
+
+    def fence(self) -> None:
+        return None
+
+    def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        return None
+
+    def barrier(self, what: str) -> None:
+        return None
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return [float(value) for value in values]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [float(value) for value in values]
+
+    def exchange(self, value: object) -> list[object]:
+        # Through JSON even here, so that a tuple comes back as a list for one rank as for many.
+        return [json.loads(json.dumps(value))]
+
+    def report(self, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,60 @@
+"""First contact over the store of `torch.distributed`: one JSON value from every rank to every rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from zeroshard.errors import RankError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Rendezvous"]
+
+_NAP = 0.002
+
+
+class Rendezvous:
+    """Shares values by name. It asks the store instead of blocking in it, so a failed peer is noticed."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.cause: Callable[[], str | None] = lambda: None
+
+    def share(self, name: str, value: object) -> list[object]:
+        """Every rank's value of this name, in rank order. A name is used once."""
+        try:
+            self.store.set(f"{name}/{self.rank}", json.dumps(value))
+            return [self._fetch(name, rank) for rank in range(self.size)]
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise RankError(
+                f"rank {self.rank} lost the store while it waited for '{name}': {error}. "
+                "The process that keeps the store, usually rank 0, has probably ended; its output says why."
+            ) from error
+
+    def _fetch(self, name: str, rank: int) -> object:
+        key = f"{name}/{rank}"
+        deadline = time.monotonic() + self.timeout
+        nap = _NAP / 16
+        while not self.store.check([key]):
+            cause = self.cause()
+            if cause is not None:
+                raise RankError(cause)
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"rank {rank} did not come to '{name}' within {self.timeout:.0f} s of rank {self.rank}. "
+                    "Every rank must call `shard` in the same order; see whether that rank is still running."
+                )
+            time.sleep(nap)
+            nap = min(nap * 2, 10 * _NAP)
+        self.store.set_timeout(timedelta(seconds=max(self.timeout, 1.0)))
+        return json.loads(self.store.get(key))

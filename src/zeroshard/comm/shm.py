@@ -1,0 +1,313 @@
+"""Ranks of one host that read one another's memory in place.
+
+A pull model without threads: a rank only announces that its wire is ready, and the owner of each piece adds
+it straight out of the peers' memory when it polls or waits. So nothing is copied to be sent.
+
+- **wire**: a region of N pieces, one memfd per rank. Its lane counts `posted` (my pieces are ready) and
+  `consumed` (I have taken mine from everybody); `fill` waits for the peers' `consumed` before the wire is
+  written again.
+- **source** of a gather: read in place when the peers' epoch has come; protected by `fence`, which all ranks
+  pass before anyone overwrites rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from zeroshard.errors import RankError, StateError, TierError
+
+from . import bounce, failure, memfd
+from .control import EPOCH, MAX_LANES, Control, consumed, posted
+from .sums import sum_pieces
+from .transport import Cuts, Region, Transport, Work, fold
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["ShmTransport"]
+
+
+class ShmTransport(Transport):
+    """Shared memory between ranks of one host. Ranks may be processes, or threads that share a store."""
+
+    name = "shm"
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__(rank, size, device if device is not None else torch.device("cpu"))
+        self._control = Control(store, rank, size, timeout)
+        self._control.progress = self._progress
+        self._reduces: list[_Reduce] = []
+        self._gathers: list[_Gather] = []
+        self._epoch = 0
+        self._lanes_used = 0
+        self._lanes_free: list[int] = []
+        self._bounces: dict[int, Region] = {}
+        self._closed = False
+        failure.listen(self)
+
+    # Regions
+
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        lane = self._take_lane()
+        segment, trouble = None, None
+        try:
+            segment = memfd.create(key, numel * dtype.itemsize)
+        except OSError as error:
+            nbytes = numel * dtype.itemsize
+            trouble = f"rank {self.rank} has no {nbytes} bytes of shared memory for '{key}': {error}"
+        mine = [os.getpid(), segment.fd if segment is not None else -1, numel, key, str(dtype), lane, trouble]
+        try:
+            told = [cast("list[object]", json.loads(text)) for text in self._mail(f"region '{key}'", mine)]
+            self._compare_regions(told)
+            maps = [
+                cast(memfd.Segment, segment).map
+                if rank == self.rank
+                else memfd.open_peer(cast(int, pid), cast(int, fd), cast(int, count) * dtype.itemsize)
+                for rank, (pid, fd, count, *_) in enumerate(told)
+            ]
+            self._mail(f"region '{key}' mapped", None)
+        finally:
+            if segment is not None:
+                segment.close_fd()
+        sizes = [cast(int, item[2]) for item in told]
+        views = [
+            torch.frombuffer(area, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+            for area, count in zip(maps, sizes, strict=True)
+        ]
+        return Region(key, views[self.rank], lane, views)
+
+    def _take_lane(self) -> int:
+        if self._lanes_free:
+            return self._lanes_free.pop()
+        if self._lanes_used == MAX_LANES:
+            raise StateError(f"more than {MAX_LANES} regions on one transport: make units or buckets larger")
+        self._lanes_used += 1
+        return self._lanes_used - 1
+
+    def _compare_regions(self, told: list[list[object]]) -> None:
+        troubles = [item[6] for item in told if item[6] is not None]
+        if troubles:
+            raise TierError(f"{troubles[0]}. Free memory, enlarge the container's limit, or use more ranks.")
+        for rank, item in enumerate(told):
+            if item[3:6] != told[0][3:6]:
+                raise RankError(
+                    f"ranks allocate different regions: rank 0 {told[0][3]} ({told[0][4]}), rank {rank} "
+                    f"{item[3]} ({item[4]}). Every rank must build the same model; check code that depends "
+                    "on the rank."
+                )
+
+    def free(self, region: Region) -> None:
+        self._lanes_free.append(region.lane)
+        region.mine = torch.empty(0, dtype=region.mine.dtype)
+        region.peers.clear()
+        region.state.clear()
+
+    def fill(self, region: Region) -> None:
+        for work in [work for work in self._reduces if work.wire is region]:
+            work.wait()
+        control, lane = self._control, region.lane
+        target = control.own(posted(lane))
+        if not control.reached(consumed(lane), target):
+            with self.counters.waiting("fill"):
+                control.wait(consumed(lane), target, lambda: f"peers to take their pieces [{region.key}]")
+
+    # Traffic
+
+    def reduce(
+        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+    ) -> Work:
+        sources = self._pieces_for_me(key, wire, pieces)
+        turn = self._control.own(posted(wire.lane)) + 1
+        work = _Reduce(self, kind, key, wire, turn, sources, out, scale)
+        self._control.publish(posted(wire.lane), turn)
+        self._reduces.append(work)
+        self._count_reduce(kind, pieces, wire.mine.element_size())
+        return work
+
+    def _pieces_for_me(self, key: str, wire: Region, pieces: Sequence[int]) -> list[torch.Tensor]:
+        cached = wire.state.get(key)
+        if cached is None or cached[0] != pieces:
+            start = sum(pieces[: self.rank])
+            views = [wires[start : start + pieces[self.rank]] for wires in wire.peers]
+            cached = wire.state[key] = (list(pieces), views)
+        return cast("list[torch.Tensor]", cached[1])
+
+    def gather(
+        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        own = len(out[self.rank]) > 0
+        slot = f"{key} {own}"
+        cached = source.state.get(slot)
+        if cached is None or cached[0] != cuts:
+            views = [
+                source.peers[rank][at : at + numel].view(to.shape)
+                for rank, segments in enumerate(cuts)
+                if rank != self.rank or own
+                for (at, numel), to in zip(segments, out[rank], strict=True)
+            ]
+            cached = source.state[slot] = (cuts, views)
+        targets = [to for tensors in out for to in tensors]
+        work = _Gather(self, kind, key, self._epoch, cached[1], targets)
+        self._gathers.append(work)
+        self._count_gather(kind, cuts, source.mine.element_size())
+        return work
+
+    def open(self) -> None:
+        self._epoch += 1
+        self._control.publish(EPOCH, self._epoch)
+
+    def fence(self) -> None:
+        for work in list(self._gathers):
+            work.wait()
+        with self.counters.waiting("fence"):
+            self._control.mail("the fence before an update", b"")
+
+    def _progress(self) -> None:
+        """Take pieces that have come while this rank waits, so that a peer can fill its wire again."""
+        for work in list(self._reduces):
+            work.poll()
+
+    # Small agreements
+
+    def _mail(self, label: str, value: object) -> list[bytes]:
+        with self.counters.waiting("agree"):
+            return self._control.mail(label, json.dumps(value).encode())
+
+    def barrier(self, what: str) -> None:
+        with self.counters.waiting("barrier"):
+            self._control.mail(f"barrier '{what}'", b"")
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return self._fold("max", values)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return self._fold("sum", values)
+
+    def _fold(self, how: str, values: Sequence[float]) -> list[float]:
+        with self.counters.waiting("agree"):
+            rows = self._control.mail(f"a small {how}", struct.pack(f"{len(values)}d", *values))
+        return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
+
+    def exchange(self, value: object) -> list[object]:
+        return [json.loads(text) for text in self._mail("an exchange", value)]
+
+    def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        sends = self.rank == source
+        buffer = self._bounces.get(source)
+        if buffer is None:
+            room = 2 * bounce.HALF if sends else 0
+            buffer = self._bounces[source] = self.allocate(f"broadcast from {source}", room, torch.uint8)
+        with self.counters.waiting("broadcast"):
+            meet = partial(self._control.mail, f"broadcast '{key}'", b"")
+            bounce.broadcast(tensors, buffer.peers[source], sends, meet)
+        self._count_broadcast(tensors, source)
+
+    # The end
+
+    def report(self, text: str) -> None:
+        self._control.leave(text)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        failure.unlisten(self)
+        self._control.leave()
+        self._reduces.clear()
+        self._gathers.clear()
+        self._bounces.clear()
+
+
+class _Reduce:
+    """Waits for every peer's wire, then adds this rank's piece."""
+
+    __slots__ = ("_done", "_key", "_kind", "_out", "_scale", "_sources", "_transport", "_turn", "wire")
+
+    def __init__(
+        self,
+        transport: ShmTransport,
+        kind: str,
+        key: str,
+        wire: Region,
+        turn: int,
+        sources: list[torch.Tensor],
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        self._transport, self._kind, self._key, self.wire, self._turn = transport, kind, key, wire, turn
+        self._sources, self._out, self._scale = sources, out, scale
+        self._done = False
+
+    def poll(self) -> bool:
+        control = self._transport._control
+        if self._done:
+            return True
+        if not control.reached(posted(self.wire.lane), self._turn):
+            return False
+        self._done = True
+        sum_pieces(self._out, self._sources, self._scale)
+        control.publish(consumed(self.wire.lane), self._turn)
+        self._transport._reduces.remove(self)
+        return True
+
+    def wait(self) -> None:
+        if self.poll():
+            return
+        transport = self._transport
+        with transport.counters.waiting(self._kind):
+            word = posted(self.wire.lane)
+            transport._control.wait(word, self._turn, lambda: f"its {self._kind} [{self._key}]")
+        self.poll()
+
+
+class _Gather:
+    """Waits for every peer's epoch, then copies."""
+
+    __slots__ = ("_done", "_epoch", "_key", "_kind", "_sources", "_targets", "_transport")
+
+    def __init__(
+        self,
+        transport: ShmTransport,
+        kind: str,
+        key: str,
+        epoch: int,
+        sources: list[torch.Tensor],
+        targets: list[torch.Tensor],
+    ) -> None:
+        self._transport, self._kind, self._key, self._epoch = transport, kind, key, epoch
+        self._sources, self._targets = sources, targets
+        self._done = False
+
+    def poll(self) -> bool:
+        if self._done:
+            return True
+        if not self._transport._control.reached(EPOCH, self._epoch):
+            return False
+        self._done = True
+        if self._targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, self._sources)
+        self._transport._gathers.remove(self)
+        return True
+
+    def wait(self) -> None:
+        if self.poll():
+            return
+        transport = self._transport
+        with transport.counters.waiting(self._kind):
+            transport._control.wait(EPOCH, self._epoch, lambda: f"its {self._kind} [{self._key}]")
+        self.poll()

@@ -1,0 +1,212 @@
+"""What every transport offers: regions, a reduce, a gather, and a few small agreements. See `Transport`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.errors import RankError
+
+__all__ = ["Counters", "Cuts", "Done", "Region", "Transport", "Work"]
+
+Cuts = Sequence[Sequence[tuple[int, int]]]
+
+
+class Work(Protocol):
+    """A started operation."""
+
+    def poll(self) -> bool:
+        """Make progress without blocking. True when complete; may be asked again."""
+
+    def wait(self) -> None:
+        """Complete it; may be called again. Raises `RankError` if a peer failed."""
+
+
+class Done:
+    """Work that was complete when it was started."""
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass(eq=False)
+class Region:
+    """Memory that a transport gave out. `mine` is flat; its length may differ by rank.
+
+    `lane` numbers the region alike on every rank. `peers` are the same regions of all ranks where they can be
+    read in place. `state` is the transport's own: views cached by key, operations that still read the region.
+    """
+
+    key: str
+    mine: torch.Tensor
+    lane: int = 0
+    peers: list[torch.Tensor] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Counters:
+    """Bytes sent and received, and seconds waited for peers, by kind of traffic."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+
+    def add_sent(self, kind: str, count: int) -> None:
+        self.sent[kind] = self.sent.get(kind, 0) + count
+
+    def add_received(self, kind: str, count: int) -> None:
+        self.received[kind] = self.received.get(kind, 0) + count
+
+    def add_waited(self, kind: str, seconds: float) -> None:
+        self.waited[kind] = self.waited.get(kind, 0.0) + seconds
+
+    @contextmanager
+    def waiting(self, kind: str) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add_waited(kind, perf_counter() - start)
+
+    def snapshot(self) -> Counters:
+        return Counters(dict(self.sent), dict(self.received), dict(self.waited))
+
+    def reset(self) -> None:
+        self.sent.clear()
+        self.received.clear()
+        self.waited.clear()
+
+
+class Transport(ABC):
+    """Moves pieces between the ranks of one group. One per `shard`; all ranks make it in the same order.
+
+    Regions are a symmetric heap: every rank allocates and frees in the same order. `reduce` and `gather`
+    start an operation and name it by a `key`, which always comes with the same pieces, or cuts and shapes;
+    `kind` is what `counters` books it under.
+    """
+
+    name: str = ""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.counters = Counters()
+
+    @abstractmethod
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        """Zero-filled memory, reused for ever. Collective in call order; `numel` may differ by rank."""
+
+    @abstractmethod
+    def free(self, region: Region) -> None:
+        """Give a region back, in the same order on every rank, once this rank has no open work on it."""
+
+    @abstractmethod
+    def fill(self, region: Region) -> None:
+        """Block until every peer has taken what was last moved out of `region`: it may be written again."""
+
+    @abstractmethod
+    def reduce(
+        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+    ) -> Work:
+        """Sum each rank's piece over all ranks.
+
+        `wire.mine[:sum(pieces)]` holds N pieces in rank order, `pieces[r]` elements for rank r; the list is
+        the same on all ranks. When complete, `out` (flat, `pieces[rank]` elements, any float dtype) is
+        `scale` times the sum in rank order, added in fp32 for 16-bit wires. `out` may be this rank's own
+        piece of the wire.
+        """
+
+    @abstractmethod
+    def gather(
+        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        """Fetch segments of the peers' regions.
+
+        `cuts[r]` lists (offset, numel) in rank r's region; `out[r]` the contiguous tensors they go to, of any
+        dtype and device. `out[rank]` is empty where this rank's own rows are in place already.
+        """
+
+    @abstractmethod
+    def open(self) -> None:
+        """My regions now hold the next epoch, and peers may read them."""
+
+    @abstractmethod
+    def fence(self) -> None:
+        """Before rows that peers may read in place are overwritten: all ranks have come to this point."""
+
+    @abstractmethod
+    def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Overwrite `tensors` on every rank with those of `source`."""
+
+    @abstractmethod
+    def barrier(self, what: str) -> None:
+        """Block until every rank is at the barrier of the same name."""
+
+    @abstractmethod
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The element-wise maximum over all ranks."""
+
+    @abstractmethod
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The element-wise sum over all ranks, added in rank order."""
+
+    @abstractmethod
+    def exchange(self, value: object) -> list[object]:
+        """A small JSON value from every rank to every rank, in rank order."""
+
+    @abstractmethod
+    def report(self, text: str) -> None:
+        """Leave a note that this rank failed, for peers that wait for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. May be called again."""
+
+    def _count_reduce(self, kind: str, pieces: Sequence[int], itemsize: int) -> None:
+        mine = pieces[self.rank]
+        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize)
+        self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
+
+    def _count_gather(self, kind: str, cuts: Cuts, itemsize: int) -> None:
+        totals = [sum(numel for _, numel in segments) for segments in cuts]
+        mine = totals[self.rank]
+        self.counters.add_sent(kind, mine * (self.size - 1) * itemsize)
+        self.counters.add_received(kind, (sum(totals) - mine) * itemsize)
+
+    def _count_broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if self.rank == source:
+            self.counters.add_sent("broadcast", total * (self.size - 1))
+        else:
+            self.counters.add_received("broadcast", total)
+
+
+def fold(rows: Sequence[Sequence[float]], how: str) -> list[float]:
+    """Combine one row per rank element by element, in rank order."""
+    lengths = [len(row) for row in rows]
+    if len(set(lengths)) > 1:
+        raise RankError(
+            f"ranks disagree about the length of a small {how}: {lengths} values by rank. "
+            "Every rank must run the same program; check code that depends on the rank."
+        )
+    columns = zip(*rows, strict=True)
+    return [max(column) if how == "max" else _ordered_sum(column) for column in columns]
+
+
+def _ordered_sum(column: Sequence[float]) -> float:
+    # Not the builtin: it compensates from Python 3.12 on, so two Python versions would differ.
+    total = 0.0
+    for value in column:
+        total += value
+    return total
