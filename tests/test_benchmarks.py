@@ -1,0 +1,123 @@
+"""The comparison benchmark: it runs, its check on losses can tell, and its bars judge as they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), "--no-rehearsal", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def pure(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The modules that start nothing. They are scripts' neighbours, not a package: forgotten again afterwards."""
+    names = ("results", "bars", "report")
+    with mock.patch.dict(sys.modules):
+        for name in names:
+            sys.modules.pop(name, None)
+        monkeypatch.syspath_prepend(BENCHMARKS)
+        modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
+        yield SimpleNamespace(**modules)
+
+
+def numbers(step_ms: float, losses: list[float]) -> dict[str, object]:
+    return {"step_ms": step_ms, "startup_s": 1.0, "peak_rss": 1, "pss": 1, "cpu_share": 1.0, "losses": losses}
+
+
+def pair(pure: SimpleNamespace, system: str, step_ms: float, losses: list[float], repeat: int = 0) -> object:
+    """A run whose second rank is a little slower."""
+    return pure.results.Run(system, repeat, (numbers(step_ms - 1, losses), numbers(step_ms, losses)))
+
+
+def test_smoke_two_systems(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "smoke.json"
+    done = compare(
+        *("--model", "tiny", "--systems", "none", "ddp", "--repeats", "1", "--steps", "2", "--out", str(out))
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    rows = {row["system"]: row for row in record["rows"]}
+    assert [row["status"] for row in rows.values()] == ["ok", "ok"]
+    assert all(row["step_ms"]["median"] > 0 and row["startup_s"]["median"] > 0 for row in rows.values())
+    assert rows["none"]["loss_gap"] == 0.0, "the same model and data must give the same first loss"
+    assert record["control_loss_gap"] > 1e-3, "the check could not tell a system that does not communicate"
+    assert record["model"]["parameters"] == 34_688
+    assert record["versions"]["torch"] and record["commit"] and record["hardware"] and record["command"]
+    assert [len(run["ranks"]) for run in record["runs"]] == [2, 2]
+    assert len(record["runs"][0]["ranks"][0]["losses"]) == 5
+    assert "| ddp | " in out.with_suffix(".md").read_text()
+
+
+def test_pair_that_does_not_end_is_a_failed_row(tmp_path: Path) -> None:
+    out = tmp_path / "late.json"
+    done = compare(
+        *("--model", "tiny", "--systems", "ddp", "--repeats", "1", "--timeout", "0.1", "--out", str(out))
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["status"] == "FAILED"
+    assert "did not finish within" in row["note"]
+
+
+def test_medians_of_the_slower_rank(pure: SimpleNamespace) -> None:
+    runs = [pair(pure, "ddp", step, [2.0, 1.5], repeat) for repeat, step in enumerate((90.0, 130.0, 100.0))]
+    (row,) = pure.results.summarise(["ddp"], runs, {})
+    assert (row.step_ms.median, row.step_ms.low, row.step_ms.high) == (100.0, 90.0, 130.0)
+
+
+def test_wrong_losses_make_a_row_invalid_and_no_reference(pure: SimpleNamespace) -> None:
+    runs = [
+        pair(pure, "none", 80.0, [2.0, 1.0]),
+        pair(pure, "ddp", 100.0, [2.0, 1.5]),
+        pair(pure, "zro", 10.0, [2.0, 1.502]),
+        pair(pure, "zs-2", 85.0, [2.0, 1.5001]),
+        pair(pure, "zs-1", 85.0, [2.0, float("nan")]),
+    ]
+    systems = ["none", "ddp", "zro", "zs-1", "zs-2"]
+    rows = pure.results.summarise(systems, runs, {})
+    assert [row.status for row in rows] == ["ok", "ok", "INVALID", "INVALID", "ok"]
+    verdicts = {str(v.bar): v for v in pure.bars.judge(pure.bars.bars_for("gpt-27m", systems), rows)}
+    stage2 = verdicts["step of zs-2 at most 0.9 x best of ddp, zro"]
+    assert stage2.ratio == pytest.approx(0.85)
+    assert (stage2.word, stage2.note) == ("pass", "without zro")
+    assert verdicts["step of zs-1 at most 0.9 x best of ddp, zro"].word == "not judged"
+
+
+def test_missing_peer_is_reported(pure: SimpleNamespace) -> None:
+    systems = ["ddp", "fsdp2-zero3", "deepspeed-3", "zs-3"]
+    runs = [
+        pair(pure, name, step, [2.0])
+        for name, step in (("ddp", 100.0), ("fsdp2-zero3", 200.0), ("zs-3", 120.0))
+    ]
+    rows = pure.results.summarise(systems, runs, {"deepspeed-3": "deepspeed is not installed"})
+    assert rows[2].status == "MISSING"
+    verdicts = pure.bars.judge(pure.bars.bars_for("gpt-27m", systems), rows)
+    half = next(v for v in verdicts if v.bar.factor == 0.5)
+    assert (half.word, half.ratio, half.note) == ("FAIL", 0.6, "without deepspeed-3")
+    comparison = pure.report.Comparison({"title": "t"}, rows, runs, verdicts, None)
+    assert "deepspeed-3: MISSING, deepspeed is not installed" in comparison.remarks()
+    assert "| deepspeed-3 (MISSING) |" in pure.report.markdown(comparison)
+    assert comparison.failed() == []
+
+
+def test_bars_are_those_of_the_model(pure: SimpleNamespace) -> None:
+    stages = ["zs-0", "zs-1", "zs-2", "zs-3", "zs-3-gloo"]
+    small = pure.bars.bars_for("small-2000", stages)
+    assert [(bar.subject, bar.factor, bar.references) for bar in small] == [
+        (stage, 1.1, ("ddp",)) for stage in stages[:4]
+    ]
+    assert ("zs-3-gloo", 0.7) in {(bar.subject, bar.factor) for bar in pure.bars.bars_for("gpt-124m", stages)}
+    assert pure.bars.bars_for("gpt-27m", ["ddp"]) == ()
