@@ -1,0 +1,33 @@
+"""ZeroShard: train models that do not fit. ZeRO on PyTorch, in place, exact where it says exact."""
+
+from .api import Run, shard
+from .config import Options, Precision
+from .errors import (
+    CheckpointError,
+    ModelError,
+    OptionError,
+    PlanError,
+    RankError,
+    StateError,
+    TierError,
+    ZeroShardError,
+)
+from .stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ModelError",
+    "OptionError",
+    "Options",
+    "PlanError",
+    "Precision",
+    "RankError",
+    "Run",
+    "StateError",
+    "Stats",
+    "TierError",
+    "ZeroShardError",
+    "shard",
+]

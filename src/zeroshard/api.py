@@ -1,0 +1,272 @@
+"""`shard()` and the handle that it returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import agree
+from .build import Builder, Init
+from .comm import Transport, connect
+from .config import OptionKeys, Options
+from .errors import ModelError, OptionError, StateError
+from .hooks import Hooks
+from .launch.environment import join
+from .runtime import Runtime
+from .shard import Param, mesh_over
+from .stats import Stats
+from .step import refuse_unfit
+from .units import matching
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger("zeroshard")
+
+
+def shard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *, group: ProcessGroup | None = None,
+          init: Init | None = None, **options: Unpack[OptionKeys]) -> Run:  # fmt: skip
+    """Shard a model and its optimizer over the ranks, in place. The training loop stays plain PyTorch.
+
+    - `stage`: 0 data parallel, 1 + optimizer state sharded, 2 + gradients, 3 + parameters (default 3).
+    - `precision`: None (as the model is), ``"bf16"``, ``"fp16"`` or a `Precision`.
+    - `units`: ``"auto"`` (the repeated blocks), ``"none"``, or patterns of module names gathered together, e.g. ``"blocks.*"``.
+    - `bucket_bytes`: gradients travel in buckets of this size (default ``"25MiB"``).
+    - `prefetch`: how many units ahead parameters are gathered at stage 3 (default 1).
+    - `recompute`: True, or patterns of units, to recompute activations in backward instead of keeping them.
+    - `split`: how tensors are divided: ``"rows"``, ``"whole"`` (each tensor on one rank, for optimizers that need matrices), or
+      ``"auto"``, which knows torch's element-wise optimizers and treats all others as needing whole tensors.
+    - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them ``"local"``.
+    - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
+    - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
+    - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
+
+    >>> import torch, zeroshard as zs
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> run = zs.shard(model, optimizer, stage=2)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step(); optimizer.zero_grad()
+    >>> run.close()
+    """
+    chosen = Options.of(dict(options))
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    _check(model, optimizers, chosen)
+    if group is None:
+        join()
+    device = _device_of(model)
+    transport = connect(device, chosen.transport, group)
+    try:
+        agree.compare(transport, agree.describe(model, optimizers, chosen))
+        _equalise(model, transport)
+        distributed = transport.size > 1 and chosen.stage > 0
+        mesh = mesh_over(group, device) if distributed else None
+        runtime = Builder(model, optimizers, chosen, transport, mesh, device).build(init)
+        hooks = Hooks(model, runtime)
+        hooks.install(_recomputed(runtime, chosen))
+        if transport.size > 1 and chosen.buffers == "broadcast":
+            runtime.buffers = [b for m in model.modules() if getattr(m, "track_running_stats", False)
+                               for b in m._buffers.values() if b is not None]  # fmt: skip
+    except BaseException:
+        transport.close()
+        raise
+    return Run(model, runtime, hooks)
+
+
+def _check(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
+    """Misuse that can be seen on one rank alone, before anything is touched."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
+    names = {id(p): n for n, p in model.named_parameters()}
+    if not names:
+        raise ModelError(f"{type(model).__name__} has no parameters to shard.")
+    if any(hasattr(p, "_zeroshard") or type(p.data).__name__ == "DTensor" for p in model.parameters()):
+        raise ModelError("this model holds DTensors: it is sharded already. Close the earlier run first, or shard once.")
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise ModelError(f"shard() takes torch optimizers, not {kind}.")
+        refuse_unfit(optimizer)
+        if optimizer.state:
+            raise ModelError(f"{kind} has stepped already: it holds state for {len(optimizer.state)} parameters. "
+                             "Call shard() before the first step, then load a checkpoint.")  # fmt: skip
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = sum(id(p) not in names for p in held)
+        if strangers:
+            raise ModelError(f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the optimizer from "
+                             "model.parameters(), after the model is complete, and pass that very model.")  # fmt: skip
+    if options.recompute and isinstance(options.recompute, bool) and options.units == "none":
+        raise OptionError("recompute=True recomputes units, and units=\"none\" leaves none: name units, or drop recompute.")
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ModelError(f"the model is on several devices ({', '.join(map(str, sorted(map(str, devices))))}): move it to one first.")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _equalise(model: nn.Module, transport: Transport) -> None:
+    """Start from the same values everywhere: where ranks differ, rank 0's are taken, and the first such tensor is named."""
+    if transport.size == 1:
+        return
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    names = agree.differing_values(transport, tensors)
+    if names:
+        if transport.rank == 0:
+            log.warning("initial values differ between ranks (%d tensors, first `%s`); rank 0's are used", len(names), names[0])
+        with torch.no_grad():
+            transport.broadcast("initial values", [tensors[name].data for name in names])
+
+
+def _recomputed(runtime: Runtime, options: Options) -> list[str]:
+    names = [unit.name for unit in runtime.units if unit.name]
+    if isinstance(options.recompute, bool):
+        return names if options.recompute else []
+    return matching(options.recompute, names, "recompute", "units")
+
+
+class Run:
+    """Handle of a sharded model. It has no forward, backward or step: those stay the model's, the loss's and the optimizer's."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime, hooks: Hooks) -> None:
+        self.model, self._runtime, self._hooks = model, runtime, hooks
+
+    @property
+    def rank(self) -> int:
+        return self._runtime.transport.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._runtime.transport.size
+
+    @property
+    def options(self) -> Options:
+        return self._runtime.options
+
+    @property
+    def transport(self) -> str:
+        """Which transport was chosen: local, shm, gloo or nccl."""
+        return self._runtime.transport.name
+
+    @property
+    def units(self) -> dict[str, int]:
+        """The units found, with the number of parameters (elements) in each."""
+        return {unit.label: sum(p.slot.numel for p in unit.params) for unit in self._runtime.units}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication; the first backward outside of the block reduces them all.
+
+        Costs memory for a whole gradient on every rank meanwhile. Without it, accumulation works too: each backward is reduced.
+        """
+        before, self._runtime.sync = self._runtime.sync, False
+        try:
+            yield
+        finally:
+            self._runtime.sync = before
+
+    @contextmanager
+    def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """The named parameters (patterns allowed; none: all) as whole plain tensors in master precision, standing in the model.
+
+        Every rank calls it. With `write=True`, what is in them at the end becomes the model's; every rank must write the same.
+        """
+        runtime = self._open()
+        wanted = set(matching(names or ("*",), [p.name for p in runtime.params], "parameter", "parameters"))
+        chosen = [p for p in runtime.params if p.name in wanted]
+        whole = {p.name: nn.Parameter(runtime.collect(p.local, p.slot), requires_grad=p.trainable) for p in chosen}
+        for param in chosen:
+            param.stand(whole[param.name])
+        try:
+            yield whole
+            if write:
+                self._write_back(chosen, whole)
+        finally:
+            for param in chosen:
+                param.stand(param.home)
+
+    @torch.no_grad()
+    def _write_back(self, params: list[Param], whole: dict[str, nn.Parameter]) -> None:
+        runtime = self._open()
+        runtime.transport.fence()
+        for param in params:
+            start, stop = param.slot.rows(self.rank)
+            value = whole[param.name].data
+            param.local.copy_(value[start:stop] if param.slot.shape else value)
+        runtime.changed()
+
+    @contextmanager
+    def kept_full(self) -> Iterator[None]:
+        """Gather the whole model once and keep it until the end of the block: forward passes inside need no communication.
+
+        For generation where ranks stop at different lengths. Every rank enters the block.
+        """
+        with self._open().kept_full():
+            yield
+
+    def publish(self) -> None:
+        """Say that parameters were written by hand (`p.data.clamp_()`), so that the next forward uses them. Every rank calls it."""
+        self._open().changed()
+
+    def stats(self) -> Stats:
+        """Bytes moved and held, seconds waited; see `Stats`."""
+        runtime = self._runtime
+        counters = runtime.transport.counters.snapshot()
+        state = sum(update.state_bytes() for update in runtime.updates)
+        live, peak = dict(runtime.ledger.live), dict(runtime.ledger.peak)
+        live["state"] += state
+        peak["state"] += state
+        if self.size == 1:
+            grads = sum(p.home.grad.nbytes for p in runtime.params if p.home.grad is not None)
+            live["gradients"] += grads
+            peak["gradients"] = max(peak["gradients"], grads)
+        return Stats(runtime.steps, counters.sent, counters.received, counters.waited, live, peak, self._data_parallel_bytes(state))
+
+    def _data_parallel_bytes(self, state: int) -> int:
+        """What every rank would hold without sharding. The optimizer's state is scaled up from the rows that are here."""
+        runtime = self._runtime
+        whole = sum(p.slot.numel for p in runtime.params if p.trainable)
+        held = sum(p.slot.held(self.rank) for p in runtime.params if p.trainable)
+        weights = sum(p.slot.numel * (p.leaf.element_size() + (p.local.element_size() if p.local.dtype != p.leaf.dtype else 0))
+                      for p in runtime.params)  # fmt: skip
+        grads = sum(p.slot.numel * p.leaf.element_size() for p in runtime.params if p.trainable)
+        return weights + grads + (state * whole // held if held else 0)
+
+    def close(self) -> None:
+        """Give back a plain model and plain optimizers, whole on every rank. Every rank calls it."""
+        runtime = self._runtime
+        if runtime.closed:
+            return
+        self._hooks.remove()
+        successors: dict[int, nn.Parameter] = {}
+        for param in runtime.params:
+            whole = param.home
+            if runtime.faces.mesh is not None:
+                whole = nn.Parameter(runtime.collect(param.local, param.slot), requires_grad=param.trainable)
+            elif param.local.is_floating_point():
+                whole.data = whole.data.clone()
+            successors[id(param.home)] = whole
+            param.stand(whole)
+        for update in runtime.updates:
+            update.give_back(successors, runtime.collect)
+        runtime.closed = True
+        runtime.transport.close()
+
+    def _open(self) -> Runtime:
+        if self._runtime.closed:
+            raise StateError("this run is closed; call zs.shard() again to train on.")
+        return self._runtime
+
+    def __repr__(self) -> str:
+        state = "closed" if self._runtime.closed else f"stage {self.options.stage}, rank {self.rank} of {self.size}, {self.transport}"
+        return f"<zeroshard.Run {type(self.model).__name__}: {state}>"

@@ -1,0 +1,228 @@
+"""From a plain model and its optimizers to a runtime: layout, buffers, homes and leaves, unit by unit.
+
+A meta parameter is materialised module by module, its rows are kept and the rest is let go at once: no rank ever holds a whole
+model that it does not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from .comm import Region, Transport
+from .config import Options, Precision
+from .errors import ModelError
+from .grad import Bucket, Gradients, LocalGradients
+from .layout import Pack, Slot, Split, buckets, slots_for
+from .param import Bundle
+from .pool import Ledger, Pool
+from .runtime import LiveUnit, Runtime, leaf_of
+from .shard import Faces, Param, make_home
+from .step import Update, rows_suffice
+from .units import Tenant, Unit, find_units
+
+RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+
+Init = Callable[[nn.Module], None]
+
+
+class Builder:
+    """Makes the runtime of one `shard()`. All ranks run it in the same order: the transport's regions depend on it."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options, transport: Transport,
+                 mesh: DeviceMesh | None, device: torch.device) -> None:  # fmt: skip
+        self.model, self.optimizers, self.options, self.transport = model, list(optimizers), options, transport
+        self.device = device
+        self.ledger = Ledger()
+        self.faces = Faces(transport.rank, mesh)
+        self.runtime = Runtime(options, transport, self.faces, Pool(device, self.ledger), self.ledger)
+
+    def build(self, init: Init | None) -> Runtime:
+        units = find_units(self.model, self.options.units)
+        tenants = [tenant for unit in units for tenant in unit.tenants]
+        slots = self._slots(tenants)
+        fresh = _Materialiser(self.model, self.device, init, self.transport)
+        live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
+        self.runtime.adopt_units(live)
+        params = self.runtime.params
+        successors = {id(p.original): p.home for p in params}
+        for optimizer in self.optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            update = Update(optimizer, [p for p in params if id(p.original) in held], self.faces)
+            update.adopt(successors)
+            self.runtime.updates.append(update)
+        for param in params:
+            param.stand(param.home)
+            del param.original  # the user's own memory may go
+        self.runtime.gradients = self._gradients(params)
+        return self.runtime
+
+    # ------------------------------------------------------------------ layout
+
+    def _slots(self, tenants: list[Tenant]) -> dict[str, Slot]:
+        """A slot per parameter: rows, or whole tensors where its optimizer needs them."""
+        world = self.transport.size
+        whole = {id(p) for o in self.optimizers if self._needs_whole(o) for g in o.param_groups for p in g["params"]}
+        result: dict[str, Slot] = {}
+        splits: tuple[tuple[Split, bool], ...] = (("rows", False), ("whole", True))
+        for split, chosen in splits:
+            group = [(t.name, tuple(t.parameter.shape)) for t in tenants if (id(t.parameter) in whole) == chosen]
+            result |= {slot.name: slot for slot in slots_for(group, world, split if self.options.shards_state else "copy")}
+        return result
+
+    def _needs_whole(self, optimizer: Optimizer) -> bool:
+        return self.options.split == "whole" or (self.options.split == "auto" and not rows_suffice(optimizer))
+
+    def _dtypes(self, tenant: Tenant) -> tuple[torch.dtype, torch.dtype]:
+        """Compute and master dtype of a parameter."""
+        own, precision = tenant.parameter.dtype, self.options.precision
+        if precision is None or not own.is_floating_point:
+            return own, own
+        master = getattr(torch, precision.master)
+        keeps = any(fnmatchcase(tenant.name, pattern) for pattern in precision.keep)
+        return (master if keeps else getattr(torch, precision.compute)), master
+
+    def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
+        groups: dict[tuple[torch.dtype, torch.dtype], list[Tenant]] = {}
+        for tenant in unit.tenants:
+            groups.setdefault(self._dtypes(tenant), []).append(tenant)
+        return [self._bundle(f"{unit.label}/{number}", tenants, slots, dtypes, fresh)
+                for number, (dtypes, tenants) in enumerate(groups.items())]  # fmt: skip
+
+    def _bundle(self, key: str, tenants: list[Tenant], slots: dict[str, Slot], dtypes: tuple[torch.dtype, torch.dtype],
+                fresh: _Materialiser) -> Bundle:  # fmt: skip
+        pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
+        resident = not self.options.shards_params or self.transport.size == 1
+        transport = self.transport
+        bundle = Bundle(key, pack, dtypes, resident, transport, self.runtime.pool, self.ledger)
+        full = bundle.full_views(bundle.full) if bundle.full is not None else None
+        compute, local = bundle.compute_views(), bundle.local_views()
+        for index, tenant in enumerate(tenants):
+            value, slot = fresh.value(tenant), pack.slots[index]
+            start, stop = slot.rows(transport.rank)
+            rows = value[start:stop] if slot.shape else value
+            with torch.no_grad():
+                (full[index].copy_(value) if full is not None else compute[index].copy_(rows))
+                if bundle.master is not None:
+                    local[index].copy_(rows)
+            leaf = leaf_of(full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad)
+            home = make_home(tenant, slot, local[index], self.faces)
+            bundle.params.append(Param(tenant, slot, leaf, local[index], home))
+            fresh.done(tenant)
+        return bundle
+
+    # ------------------------------------------------------------------ gradients
+
+    def _gradients(self, params: list[Param]) -> Gradients | LocalGradients:
+        order = {id(p): n for n, p in enumerate(self.model.parameters())}
+        trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
+        dtypes = [self._grad_dtypes(p) for p in trainable]
+        if self.transport.size == 1:
+            return LocalGradients(trainable, [landed for _, landed in dtypes])
+        groups: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
+        for param, pair in zip(trainable, dtypes, strict=True):
+            groups.setdefault(pair, []).append(param)
+        result: list[Bucket] = []
+        for pair, members in groups.items():
+            result += self._buckets(pair, members, len(result))
+        return Gradients(result, self.transport, self.faces, self.options.stage, self.ledger)
+
+    def _grad_dtypes(self, param: Param) -> tuple[torch.dtype, torch.dtype]:
+        """Wire and gradient dtype. A parameter that computes in master precision reduces in it too."""
+        precision: Precision | None = self.options.precision
+        if precision is None or param.leaf.dtype == getattr(torch, precision.master):
+            return param.leaf.dtype, param.leaf.dtype
+        return getattr(torch, precision.wire), getattr(torch, precision.landed)
+
+    def _buckets(self, dtypes: tuple[torch.dtype, torch.dtype], params: list[Param], first: int) -> list[Bucket]:
+        by_name = {p.name: p for p in params}
+        sizes = [(p.name, p.leaf.numel() * dtypes[0].itemsize) for p in params]
+        packs, members = [], []
+        for names in buckets(sizes, self.options.bucket_bytes):
+            slots = [self._grad_slot(by_name[name].slot) for name in names]
+            packs.append(Pack(tuple(slots), self.transport.size, flags=True))
+            members.append([by_name[name] for name in names])
+        wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes[0])
+        return [Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
+                for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))]  # fmt: skip
+
+    def _grad_slot(self, slot: Slot) -> Slot:
+        """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
+        return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot
+
+    def _wires(self, key: str, packs: list[Pack], dtype: torch.dtype) -> list[Region]:
+        """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of few from stage 2 on."""
+        keeps = not self.options.shards_grads
+        count = len(packs) if keeps else min(RING, len(packs))
+        sizes = [pack.wire for pack in packs] if keeps else [max(pack.wire for pack in packs)] * count
+        ring = [self.transport.allocate(f"{key} {i}", size, dtype) for i, size in enumerate(sizes)]
+        kind = "gradients" if self.options.stage == 1 else "buckets"
+        for size in sizes:
+            self.ledger.book(kind, size * dtype.itemsize)  # type: ignore[arg-type]
+        return [ring[i % count] for i in range(len(packs))]
+
+
+class _Materialiser:
+    """Values of parameters: the user's own, or made on the spot for parameters on the meta device.
+
+    All ranks must draw the same random numbers, so that rows fit together: the draws start from a seed that rank 0 drew.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, init: Init | None, transport: Transport) -> None:
+        self.device, self.init = device, init
+        self._values: dict[int, Tensor] = {}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._states: list[Tensor] | None = None
+        if any(p.is_meta for p in model.parameters()):
+            seed = int(torch.randint(2**31, ()).item()) if transport.rank == 0 else 0
+            self._seed = int(transport.max([float(seed)])[0])
+            self._count = 0
+
+    def value(self, tenant: Tenant) -> Tensor:
+        if not tenant.parameter.is_meta:
+            return tenant.parameter.detach()
+        if id(tenant.parameter) not in self._values:
+            self._make(tenant)
+        return self._values[id(tenant.parameter)]
+
+    def done(self, tenant: Tenant) -> None:
+        self._values.pop(id(tenant.parameter), None)
+
+    def _make(self, tenant: Tenant) -> None:
+        """Give the module real memory for its own parameters and buffers, initialise them, and put the meta ones back."""
+        module = tenant.places[0].module
+        metas = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+        for name, p in metas.items():
+            module._parameters[name] = nn.Parameter(torch.empty_like(p, device=self.device), requires_grad=p.requires_grad)
+        for name, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[name] = torch.empty_like(b, device=self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(self._seed + self._count)
+            self._count += 1
+            self._initialise(module, tenant)
+        for name, p in metas.items():
+            made = module._parameters[name]
+            assert made is not None
+            self._values[id(p)] = made.detach()
+            module._parameters[name] = p
+
+    def _initialise(self, module: nn.Module, tenant: Tenant) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if self.init is not None:
+            self.init(module)
+        elif callable(reset):
+            reset()
+        else:
+            path = self._names.get(id(module), "")
+            raise ModelError(
+                f"`{tenant.name}` is on the meta device, and `{path or 'the model'}` ({type(module).__name__}) has no "
+                "reset_parameters() to fill it. Give the class one, or pass shard(..., init=function_of_a_module)."
+            )

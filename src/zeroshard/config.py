@@ -1,0 +1,191 @@
+"""Options: few, frozen, typed, validated when made, never ignored.
+
+Every option declares what it does to the numbers (`numerics`): ``exact`` (bit-equal to the run without it),
+``rounding`` (the same mathematics in fewer bits) or ``approximate`` (other mathematics). No torch in this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
+
+from .errors import OptionError
+
+Numerics = Literal["exact", "rounding", "approximate"]
+Stage = Literal[0, 1, 2, 3]
+
+_DTYPES = {
+    "float32": "float32", "fp32": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16",
+    "float64": "float64", "fp64": "float64",
+}  # fmt: skip
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
+_SCALE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint to append to an error: ``' Did you mean "blocks.*"?'`` or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def parse_bytes(value: int | str, what: str) -> int:
+    """A number of bytes from an int or a text.
+
+    >>> parse_bytes("25MiB", "bucket_bytes")
+    26214400
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    else:
+        match = _BYTES.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise OptionError(f'{what}={value!r} is not a size. Write bytes as an int, or a text such as "25MiB" or "1.5GB".')
+        number = int(float(match[1]) * _SCALE[match[2].lower().removesuffix("b")])
+    if number <= 0:
+        raise OptionError(f"{what}={value!r} must be more than zero bytes.")
+    return number
+
+
+def show_bytes(number: float) -> str:
+    """Bytes for people: ``'25.0 MiB'``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def dtype_name(value: str, what: str) -> str:
+    """The full name of a floating dtype: ``bf16`` and ``bfloat16`` both give ``bfloat16``."""
+    name = _DTYPES.get(str(value).removeprefix("torch."))
+    if name is None:
+        raise OptionError(f"{what}={value!r} is not a floating dtype; choose one of {', '.join(DTYPE_BYTES)}.")
+    return name
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtype a model computes, keeps its master weights, and reduces its gradients.
+
+    ``Precision("bfloat16")`` computes in bf16 with an fp32 master: parameters 2 bytes, gradients 2, master and Adam 12.
+    ``Precision("float16")`` is the same for fp16; its gradients land in fp32, because torch's GradScaler refuses fp16 ones.
+
+    - `compute`: dtype of the leaves that the modules use.
+    - `master`: dtype of the homes that the optimizer updates.
+    - `reduce`: dtype that travels (default: `compute`). The owner always adds 16-bit contributions in fp32.
+    - `grad`: dtype of `p.grad` (default: `reduce`, but float32 for fp16).
+    - `keep`: patterns of parameter names that compute in master precision, e.g. ``("*norm*",)``.
+    """
+
+    compute: str = "bfloat16"
+    master: str = "float32"
+    reduce: str | None = None
+    grad: str | None = None
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("compute", "master", "reduce", "grad"):
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(self, field, dtype_name(value, f"Precision.{field}"))
+        object.__setattr__(self, "keep", patterns(self.keep, "Precision.keep"))
+        if DTYPE_BYTES[self.master] < DTYPE_BYTES[self.compute]:
+            raise OptionError(f"Precision: a {self.master} master cannot hold {self.compute} weights; swap the two.")
+
+    @property
+    def numerics(self) -> Numerics:
+        return "exact" if self.compute == self.master else "rounding"
+
+    @property
+    def wire(self) -> str:
+        return self.reduce or self.compute
+
+    @property
+    def landed(self) -> str:
+        return self.grad or ("float32" if self.compute == "float16" else self.wire)
+
+
+def patterns(value: str | Sequence[str], what: str) -> tuple[str, ...]:
+    """One pattern or several, as a tuple; anything else is an error."""
+    result = (value,) if isinstance(value, str) else tuple(value)
+    if any(not isinstance(p, str) or not p for p in result):
+        raise OptionError(f"{what}={value!r} must be a name pattern such as \"blocks.*\", or several.")
+    return result
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that `shard` can be told, in one frozen record. See `shard` for the meaning of each."""
+
+    stage: Stage = 3
+    precision: Precision | None = None
+    units: tuple[str, ...] | Literal["auto", "none"] = "auto"
+    bucket_bytes: int = 25 * 2**20
+    prefetch: int = 1
+    recompute: tuple[str, ...] | bool = False
+    split: Literal["auto", "rows", "whole"] = "auto"
+    buffers: Literal["broadcast", "local"] = "broadcast"
+    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise OptionError(f"stage={self.stage!r} is not one of 0, 1, 2, 3.")
+        if isinstance(self.precision, str):
+            name = dtype_name(self.precision, "precision")
+            put(self, "precision", None if name == "float32" else Precision(name))
+        elif self.precision is not None and not isinstance(self.precision, Precision):
+            raise OptionError(f"precision={self.precision!r} must be a Precision, or one of bf16, fp16, fp32.")
+        if self.units not in ("auto", "none"):
+            put(self, "units", patterns(self.units, "units"))
+        put(self, "bucket_bytes", parse_bytes(self.bucket_bytes, "bucket_bytes"))
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise OptionError(f"prefetch={self.prefetch!r} must be a number of units, 0 or more.")
+        if not isinstance(self.recompute, bool):
+            put(self, "recompute", patterns(self.recompute, "recompute"))
+        for field, known in (("split", ("auto", "rows", "whole")), ("buffers", ("broadcast", "local")),
+                             ("transport", ("auto", "shm", "gloo", "nccl"))):  # fmt: skip
+            value = getattr(self, field)
+            if value not in known:
+                raise OptionError(f"{field}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Options:
+        """Options from keyword arguments; an unknown name is an error that offers the nearest one."""
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise OptionError(f"shard() has no option {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        return cls(**given)
+
+    @property
+    def shards_state(self) -> bool:
+        return self.stage >= 1
+
+    @property
+    def shards_grads(self) -> bool:
+        return self.stage >= 2
+
+    @property
+    def shards_params(self) -> bool:
+        return self.stage >= 3
+
+
+class OptionKeys(TypedDict, total=False):
+    """The keyword arguments of `shard`, for type checkers; `Options` holds their defaults and checks."""
+
+    stage: Stage
+    precision: Precision | str | None
+    units: str | Sequence[str]
+    bucket_bytes: int | str
+    prefetch: int
+    recompute: bool | str | Sequence[str]
+    split: Literal["auto", "rows", "whole"]
+    buffers: Literal["broadcast", "local"]
+    transport: Literal["auto", "shm", "gloo", "nccl"]

@@ -1,0 +1,245 @@
+"""The life of a gradient: arrives on a leaf → copied into its bucket's wire → reduced → lands in this rank's rows.
+
+Tensors of a bucket (all flat; P = this rank's piece, W = the wire: the pieces of all ranks):
+
+- `wire`    wire dtype, W, a transport region. Stage 1 keeps one per bucket (the whole gradient stays in memory); the other stages
+            share a ring of a few.
+- `landed`  gradient dtype, P. Stages 2 and 3: a buffer of its own. Stage 1: this rank's piece of the wire, where dtypes agree.
+- `whole`   gradient dtype, full shapes. Stage 0 only: what `home.grad` shows after the pieces were gathered back.
+
+[Note: used flags] A parameter that no rank used must keep `grad is None`, as in one process: AdamW would decay it otherwise. One
+that only some ranks used gets the average in which the others count as zero. So each piece ends with one element per slot: 1 where
+this rank has a gradient, else 0. After the sum every rank reads how many ranks used each parameter, at no extra message. A rank
+that used it itself need not look.
+
+[Note: one order] Buckets are reduced in one fixed order on all ranks, whatever order they fill in; what is not full when backward
+ends goes out then, with zeros. So no rank ever waits for a bucket that another rank will not send.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .comm import Region, Transport, Work
+from .layout import Pack
+from .pool import Ledger
+from .shard import Faces, Param
+
+
+class Bucket:
+    """Gradients that are reduced together."""
+
+    def __init__(self, index: int, pack: Pack, params: Sequence[Param], wire: Region, transport: Transport,
+                 dtypes: tuple[torch.dtype, torch.dtype], device: torch.device) -> None:  # fmt: skip
+        self.index, self.pack, self.params, self.wire = index, pack, list(params), wire
+        self.transport, self.device = transport, device
+        self.wire_dtype, self.dtype = dtypes
+        self.waiting = len(self.params)
+        self._targets = [self._target(i) for i in range(len(self.params))]
+        self._flags = [self._flag_view(rank) for rank in range(pack.world)]
+        self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
+        self.landed: Tensor | None = None
+        self.grads: list[Tensor] = []  # per parameter, what home.grad shows
+
+    @property
+    def label(self) -> str:
+        return f"gradients {self.index} ({self.params[0].name} … {self.params[-1].name})"
+
+    def _target(self, index: int) -> list[Tensor]:
+        """Where parameter `index` goes in the wire: one strided view if all ranks have equal shares, else one view per rank."""
+        slot, starts = self.pack.slots[index], self.pack.starts
+        offsets = [start + self.pack.offsets(rank)[index] for rank, start in enumerate(starts)]
+        held = [slot.held(rank) for rank in range(self.pack.world)]
+        steps = {b - a for a, b in zip(offsets, offsets[1:], strict=False)}
+        if slot.split == "rows" and len(set(held)) == 1 and len(steps) == 1:
+            return [self.wire.mine.as_strided((self.pack.world, held[0]), (steps.pop(), 1), offsets[0])]
+        return [self.wire.mine[at : at + n] for at, n in zip(offsets, held, strict=True)]
+
+    def _flag_view(self, rank: int) -> Tensor:
+        at = self.pack.starts[rank] + self.pack.body(rank)
+        return self.wire.mine[at : at + len(self.params)]
+
+    def _sources(self, index: int, grad: Tensor) -> list[Tensor]:
+        slot, flat = self.pack.slots[index], grad.reshape(-1)
+        if len(self._targets[index]) == 1:
+            return [flat.view(self.pack.world, -1)]
+        return [flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row] for r in range(self.pack.world)]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the gradients of the leaves into the wire and let them go."""
+        self.transport.fill(self.wire)
+        into: list[Tensor] = []
+        out_of: list[Tensor] = []
+        used = []
+        for index, param in enumerate(self.params):
+            grad = param.leaf.grad
+            used.append(grad is not None)
+            if grad is None:
+                torch._foreach_zero_(self._targets[index])
+                continue
+            into += self._targets[index]
+            out_of += self._sources(index, grad.to_dense() if grad.is_sparse else grad)
+            param.leaf.grad = None
+        flags = self._ones if all(used) else torch.tensor(used, dtype=self.wire_dtype, device=self._ones.device)
+        torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
+        self.used = used
+
+    def reduce(self) -> Work:
+        assert self.landed is not None
+        return self.transport.reduce("reduce", f"{self.wire.key}/{self.index}", self.wire, self.pack.pieces, self.landed,
+                                     1.0 / self.pack.world)  # fmt: skip
+
+    def used_anywhere(self) -> list[bool]:
+        """After the reduction: which parameters any rank used; see [Note: used flags]."""
+        if all(self.used):
+            return self.used
+        assert self.landed is not None
+        counts = self.landed[self.pack.body(self.transport.rank) :][: len(self.params)]
+        return [mine or count > 0 for mine, count in zip(self.used, counts.tolist(), strict=True)]
+
+
+class Gradients:
+    """All buckets of a run: counts arrivals, sends what is due, lands what came back."""
+
+    def __init__(self, buckets: list[Bucket], transport: Transport, faces: Faces, stage: int, ledger: Ledger) -> None:
+        self.buckets, self.transport, self.stage = buckets, transport, stage
+        self.bucket_of = {id(p): b for b in buckets for p in b.params}
+        self._next = 0
+        self._flying: deque[tuple[Bucket, Work]] = deque()
+        self._aside: dict[int, list[Tensor | None]] = {}
+        for bucket in buckets:
+            self._make_landing(bucket, faces, ledger)
+
+    def _make_landing(self, bucket: Bucket, faces: Faces, ledger: Ledger) -> None:
+        """The tensors that `home.grad` will show, made once: memory and DTensor wrappers are reused every step."""
+        rank, pack = self.transport.rank, bucket.pack
+        start, size = pack.starts[rank], pack.pieces[rank]
+        in_place = self.stage <= 1 and bucket.dtype == bucket.wire_dtype and bucket.wire.mine.device == bucket.device
+        if in_place:
+            bucket.landed = bucket.wire.mine[start : start + size]
+        else:
+            bucket.landed = torch.zeros(size, dtype=bucket.dtype, device=bucket.device)
+            if self.stage > 0:
+                ledger.book("gradients", bucket.landed.nbytes)
+        if self.stage == 0:
+            whole = torch.zeros(pack.full, dtype=bucket.dtype, device=bucket.device)
+            ledger.book("gradients", whole.nbytes)
+            bucket.grads = [whole[at : at + s.numel].view(s.shape) for s, at in zip(pack.slots, pack.full_offsets, strict=True)]
+            return
+        rows = [bucket.landed[at : at + s.held(rank)].view(s.local_shape(rank))
+                for s, at in zip(pack.slots, pack.offsets(rank), strict=True)]  # fmt: skip
+        bucket.grads = [faces.show(view, slot) for view, slot in zip(rows, pack.slots, strict=True)]
+
+    # ------------------------------------------------------------------ during backward
+
+    def arrived(self, param: Param) -> None:
+        """Autograd finished a leaf's gradient: send every bucket whose turn has come."""
+        bucket = self.bucket_of[id(param)]
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
+                self._send(self.buckets[self._next])
+            self._progress()
+
+    def _send(self, bucket: Bucket) -> None:
+        self._keep_aside(bucket)
+        while any(b.wire is bucket.wire for b, _ in self._flying):
+            self._land_oldest()  # the ring is full: this wire still carries an earlier bucket
+        bucket.fill()
+        self._flying.append((bucket, bucket.reduce()))
+        self._next += 1
+
+    def _keep_aside(self, bucket: Bucket) -> None:
+        """Gradients of earlier backward passes, which the landing is about to overwrite, are added back when it has landed."""
+        held = [p.home.grad for p in bucket.params]
+        if any(g is not None for g in held):
+            locals_ = [None if g is None else Faces.local(g) for g in held]
+            ours = {Faces.local(g).data_ptr() for g in bucket.grads}
+            self._aside[bucket.index] = [g.clone() if g is not None and g.data_ptr() in ours else g for g in locals_]
+
+    def _progress(self) -> None:
+        while self._flying and self._flying[0][1].poll():
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        bucket, work = self._flying.popleft()
+        work.wait()
+        if self.stage > 0:
+            self._show(bucket)
+
+    # ------------------------------------------------------------------ at the end of backward
+
+    def finish(self) -> None:
+        """Send what is left, wait for everything, and give each home its gradient."""
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
+        while self._flying:
+            self._land_oldest()
+        if self.stage == 0:
+            self._gather_whole()
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.params)
+        self._next = 0
+
+    def _gather_whole(self) -> None:
+        """Stage 0: every rank fetches the reduced pieces of the others."""
+        rank = self.transport.rank
+        for bucket in self.buckets:
+            own = bucket.wire.mine[bucket.pack.starts[rank] :][: bucket.pack.pieces[rank]]
+            if bucket.landed is not None and own.data_ptr() != bucket.landed.data_ptr():
+                own.copy_(bucket.landed)
+        self.transport.open()
+        works = []
+        for bucket in self.buckets:
+            pack = bucket.pack
+            cuts = [[(pack.starts[r] + at, n) for at, n in cut] for r, cut in enumerate(pack.cuts_of_pieces())]
+            flat = [g.view(-1) for g in bucket.grads]
+            out = [[f[s.rows(r)[0] * s.row : s.rows(r)[1] * s.row] for f, s in zip(flat, pack.slots, strict=True)]
+                   for r in range(pack.world)]  # fmt: skip
+            works.append(self.transport.gather("reduce", f"{bucket.wire.key}/whole{bucket.index}", bucket.wire, cuts, out))
+        for bucket, work in zip(self.buckets, works, strict=True):
+            work.wait()
+            self._show(bucket)
+        self.transport.fence()
+
+    def _show(self, bucket: Bucket) -> None:
+        """Set `home.grad`, adding what earlier backward passes had left there."""
+        aside = self._aside.pop(bucket.index, None)
+        for index, (param, used) in enumerate(zip(bucket.params, bucket.used_anywhere(), strict=True)):
+            before = aside[index] if aside is not None else None
+            if used:
+                if before is not None:
+                    Faces.local(bucket.grads[index]).add_(before)
+                param.home.grad = bucket.grads[index]
+            elif before is not None:
+                Faces.local(bucket.grads[index]).copy_(before)
+                param.home.grad = bucket.grads[index]
+            else:
+                param.home.grad = None
+
+
+class LocalGradients:
+    """One rank: nothing travels, and the leaf's gradient itself becomes the home's."""
+
+    buckets: tuple[Bucket, ...] = ()
+
+    def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
+        self._dtypes = dict(zip(params, dtypes, strict=True))
+
+    @torch.no_grad()
+    def arrived(self, param: Param) -> None:
+        grad = param.leaf.grad
+        if grad is None:
+            return
+        param.leaf.grad = None
+        grad = grad.to(self._dtypes[param])
+        param.home.grad = grad if param.home.grad is None else param.home.grad.add_(grad)
+
+    def finish(self) -> None:
+        for param in self._dtypes:
+            self.arrived(param)  # accumulated without synchronisation, and not used since

@@ -1,0 +1,228 @@
+"""The only file that registers anything on the user's modules, tensors and optimizers. Everything registered is undone by `remove`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from .errors import ModelError, StateError
+from .runtime import LiveUnit, Runtime
+from .shard import Faces, Param
+from .step import Update
+
+
+class Hooks:
+    """Connects a model and its optimizers to a runtime."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+        self.model, self.runtime = model, runtime
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self, recompute: list[str]) -> None:
+        for unit in self.runtime.units:
+            self._on_modules(unit)
+            for param in unit.params:
+                if param.trainable:
+                    self._on_leaf(unit, param)
+        self._on_root()
+        for update in self.runtime.updates:
+            self._on_optimizer(update)
+        modules = dict(self.model.named_modules())
+        for name in recompute:
+            self._recompute(modules[name])
+        self._guard_moves()
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _keep(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    # ------------------------------------------------------------------ modules
+
+    def _on_modules(self, unit: LiveUnit) -> None:
+        """Enter and leave at the unit's own module and at every module that owns one of its parameters.
+
+        The latter make methods other than `forward`, and recomputation of a part of a unit, work like a call of the unit.
+        """
+        modules = {id(unit.module): unit.module} | {id(pl.module): pl.module for p in unit.params for pl in p.places}
+        runtime = self.runtime
+
+        @torch.compiler.disable
+        def before(module: nn.Module, args: Any) -> None:
+            runtime.enter(unit)
+
+        @torch.compiler.disable
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            runtime.leave(unit)
+
+        for module in modules.values():
+            self._keep(module.register_forward_pre_hook(before))
+            self._keep(module.register_forward_hook(after, always_call=True))
+
+    def _on_leaf(self, unit: LiveUnit, param: Param) -> None:
+        runtime = self.runtime
+
+        def arrived(leaf: Tensor) -> None:
+            runtime.arrived(unit, param)
+
+        self._keep(param.leaf.register_post_accumulate_grad_hook(arrived))
+
+    def _on_root(self) -> None:
+        """At the root: cast the inputs, keep buffers in step, and notice a coming backward."""
+        runtime, precision = self.runtime, self.runtime.options.precision
+        compute = getattr(torch, precision.compute) if precision is not None else None
+
+        @torch.compiler.disable
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if runtime.buffers and runtime.sync and module.training and torch.is_grad_enabled():
+                with torch.no_grad():
+                    runtime.transport.broadcast("buffers", runtime.buffers)
+            if compute is None:
+                return None
+            return _cast(args, compute), _cast(kwargs, compute)
+
+        @torch.compiler.disable
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                for tensor in _tensors(output):
+                    if tensor.requires_grad and tensor.grad_fn is not None:
+                        tensor.register_hook(lambda grad: runtime.begin_backward())
+
+        self._keep(self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._keep(self.model.register_forward_hook(after))
+
+    def _recompute(self, module: nn.Module) -> None:
+        plain = module.forward
+        module.forward = partial(checkpoint, plain, use_reentrant=False)
+        self._undo.append(lambda: module.__dict__.pop("forward", None))
+
+    # ------------------------------------------------------------------ optimizer
+
+    def _on_optimizer(self, update: Update) -> None:
+        optimizer, runtime = update.optimizer, self.runtime
+        own_step, own_zero = optimizer.step, optimizer.zero_grad
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            runtime.step(update, own_step)
+            return loss
+
+        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+            runtime.forget_unsynced()
+            own_zero(set_to_none)
+
+        # Bound methods, because LR schedulers re-bind whatever they find as `optimizer.step`.
+        for name, function in (("step", step), ("zero_grad", zero_grad)):
+            before = optimizer.__dict__.get(name)
+            setattr(optimizer, name, MethodType(function, optimizer))
+            self._undo.append(partial(_put_back, optimizer, name, before))
+        self._keep(optimizer.register_state_dict_post_hook(lambda _, state: update.show_state(state)))
+        self._keep(optimizer.register_load_state_dict_pre_hook(lambda _, state: update.take_state(state)))
+
+    # ------------------------------------------------------------------ what users must not do, or what needs help
+
+    def _guard_moves(self) -> None:
+        """`model.to()` and casts would move homes away from the buffers they are views of; loading needs rows."""
+        model, runtime = self.model, self.runtime
+
+        def refuse(fn: Any, recurse: bool = True) -> Any:
+            raise StateError(
+                "model.to(), .cuda(), .cpu(), .half() and the like have no effect after zs.shard(): the parameters are rows of "
+                "shared buffers. Move or cast the model before shard(), or pass shard(..., precision=...)."
+            )
+
+        own_zero = model.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            runtime.forget_unsynced()
+            own_zero(set_to_none)
+
+        for name, function in (("_apply", refuse), ("zero_grad", zero_grad)):
+            before = model.__dict__.get(name)
+            object.__setattr__(model, name, function)
+            self._undo.append(partial(_put_back, model, name, before))
+        for module in model.modules():
+            if module is not model and module._parameters:
+                module.__dict__["_apply"] = refuse
+                self._undo.append(partial(_put_back, module, "_apply", None))
+        self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
+        self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is None:
+        owner.__dict__.pop(name, None)
+    else:
+        owner.__dict__[name] = before
+
+
+def _rows_for_loading(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `model.load_state_dict`: check every shape, then hand each home what it is made of."""
+    runtime.transport.fence()
+    for param in runtime.params:
+        for name in (prefix + param.name,):
+            value = state.get(name)
+            if not isinstance(value, Tensor):
+                continue
+            if tuple(value.shape) != param.slot.shape:
+                raise ModelError(
+                    f"load_state_dict: `{param.name}` is {tuple(value.shape)} in the given state and {param.slot.shape} in the "
+                    "model. Nothing was loaded."
+                )
+    faces = runtime.faces
+    if faces.mesh is None:
+        return
+    for param in runtime.params:
+        for place_name in _names_of(runtime, module, param):
+            value = state.get(prefix + place_name)
+            if isinstance(value, Tensor) and Faces.local(value) is value:
+                start, stop = param.slot.rows(faces.rank)
+                rows = value if param.slot.split == "copy" else value[start:stop]
+                state[prefix + place_name] = faces.show(rows.to(param.local), param.slot)
+
+
+def _names_of(runtime: Runtime, model: nn.Module, param: Param) -> list[str]:
+    """Every name under which a parameter stands: tied weights have several."""
+    paths = {id(m): n for n, m in model.named_modules()}
+    return [f"{paths[id(pl.module)]}.{pl.attribute}".lstrip(".") for pl in param.places if id(pl.module) in paths]
+
+
+def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors in whatever a model returns: nested containers, dataclasses, and objects with attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth:
+        if isinstance(value, dict):
+            inner: Any = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            inner = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inner = [getattr(value, f.name) for f in dataclasses.fields(value)]
+        else:
+            inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) else ()
+        for item in inner:
+            yield from _tensors(item, depth - 1)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in the arguments of the root, in the dtype that the model computes in."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

@@ -1,0 +1,162 @@
+"""Who owns which rows, and where they lie in a buffer. Integers only: a plan for 10,000 ranks is tested in a second.
+
+A *slot* is one tensor's place. A *pack* is several slots that travel together; one rank's rows of them, one after another,
+are its *piece*; the pieces of all ranks in rank order make a *wire*. The same slots laid out whole make a *full* buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+ALIGN = 16  # elements: 32 bytes or more, what vector loads and GPU matrix units ask of an address
+
+Split = Literal["rows", "whole", "copy"]
+
+
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor and how its rows (its dim 0) are divided among `world` ranks.
+
+    - ``rows``: even chunks as `torch.chunk` makes them; the last ranks may have fewer rows or none.
+    - ``whole``: all rows on rank `owner`, for optimizers that need whole matrices.
+    - ``copy``: all rows on every rank: tensors without a dim 0, or a world of one.
+
+    >>> Slot("w", (5, 3), 2).rows(1)
+    (3, 5)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    world: int
+    split: Split = "rows"
+    owner: int = 0
+
+    @cached_property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @cached_property
+    def height(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @cached_property
+    def row(self) -> int:
+        """Elements of one row."""
+        return prod(self.shape[1:])
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """The first row of `rank` and the one after its last."""
+        if self.split == "copy":
+            return 0, self.height
+        if self.split == "whole":
+            return (0, self.height) if rank == self.owner else (self.height, self.height)
+        chunk = -(-self.height // self.world)
+        return min(rank * chunk, self.height), min((rank + 1) * chunk, self.height)
+
+    def held(self, rank: int) -> int:
+        """Elements of this tensor that `rank` owns."""
+        start, stop = self.rows(rank)
+        return (stop - start) * self.row
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        start, stop = self.rows(rank)
+        return (stop - start, *self.shape[1:]) if self.shape else ()
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Slots that travel together. `flags` reserves one element per slot behind each piece (see [Note: used flags])."""
+
+    slots: tuple[Slot, ...]
+    world: int
+    flags: bool = False
+
+    def offsets(self, rank: int) -> list[int]:
+        """Where each slot's rows begin inside the piece of `rank`."""
+        result, at = [], 0
+        for slot in self.slots:
+            result.append(at)
+            at += aligned(slot.held(rank))
+        return result
+
+    def body(self, rank: int) -> int:
+        """Elements of the rows in a piece, padding included, flags not."""
+        return sum(aligned(slot.held(rank)) for slot in self.slots)
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Elements of every rank's piece."""
+        extra = aligned(len(self.slots)) if self.flags else 0
+        return tuple(self.body(rank) + extra for rank in range(self.world))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's piece begins in the wire."""
+        result, at = [], 0
+        for piece in self.pieces:
+            result.append(at)
+            at += piece
+        return tuple(result)
+
+    @cached_property
+    def wire(self) -> int:
+        return sum(self.pieces)
+
+    @cached_property
+    def full_offsets(self) -> tuple[int, ...]:
+        """Where each slot begins in a buffer that holds all of them whole."""
+        result, at = [], 0
+        for slot in self.slots:
+            result.append(at)
+            at += aligned(slot.numel)
+        return tuple(result)
+
+    @cached_property
+    def full(self) -> int:
+        return sum(aligned(slot.numel) for slot in self.slots)
+
+    def cuts_of_pieces(self) -> list[list[tuple[int, int]]]:
+        """Per rank, the (offset, numel) of each slot's rows inside that rank's piece; for a gather from pieces."""
+        return [list(zip(self.offsets(r), (s.held(r) for s in self.slots), strict=True)) for r in range(self.world)]
+
+    def cuts_of_full(self) -> list[list[tuple[int, int]]]:
+        """Per rank, the (offset, numel) of its rows of each slot inside a full buffer; for a publish in place."""
+        return [[(at + s.rows(r)[0] * s.row, s.held(r)) for at, s in zip(self.full_offsets, self.slots, strict=True)]
+                for r in range(self.world)]  # fmt: skip
+
+
+def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split: Split) -> list[Slot]:
+    """Slots for named shapes. Whole tensors go, largest first, to the rank that has least so far."""
+    load = [0] * world
+    owner: dict[str, int] = {}
+    if split == "whole":
+        for name, shape in sorted(tensors, key=lambda t: (-prod(t[1]), t[0])):
+            owner[name] = min(range(world), key=load.__getitem__)
+            load[owner[name]] += prod(shape)
+    return [Slot(name, shape, world, "copy" if world == 1 or not shape else split, owner.get(name, 0))
+            for name, shape in tensors]  # fmt: skip
+
+
+def buckets(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Names grouped in the given order so that no group exceeds `limit` bytes, unless one tensor alone does.
+
+    >>> buckets([("a", 3), ("b", 4), ("c", 9), ("d", 1)], 8)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    groups: list[list[str]] = []
+    room = 0
+    for name, size in sizes:
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    return groups

@@ -1,0 +1,270 @@
+"""The life of a parameter: SHARDED → GATHERING → FULL → SHARDED.
+
+Tensors of a bundle (P = this rank's piece, F = the whole of its slots; both flat, padded):
+
+- `rows`    compute dtype, P. Stage 3 only: what this rank owns, and what peers gather. In a transport region.
+- `full`    compute dtype, F. Stages 0 to 2: always there, in a region where peers read it (stages 1 and 2). Stage 3: lent by
+            the pool while the bundle is GATHERING or FULL.
+- `master`  master dtype, P. Only where it differs from the compute dtype; else the homes are views of `rows` or `full`.
+
+[Note: released units in backward] Between forward and backward a stage-3 bundle gives its buffer back. What autograd saved out
+of it (a weight, or a view of one) is therefore saved as a `Saved`: bundle, offset, size, stride. Unpacking gathers the bundle
+again, into whichever buffer the pool lends. The leaves meanwhile show a NaN of the right shape, so that a use at a wrong moment
+is visible instead of silently stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Region, Transport, Work
+from .layout import Pack
+from .pool import Ledger, Pool
+from .shard import Param
+
+
+class Residence(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What stands for a saved tensor that lives in a bundle's buffer. `index`: it is that parameter's leaf itself."""
+
+    bundle: Bundle
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    index: int | None
+
+
+class Bundle:
+    """Parameters of one unit and one compute dtype, gathered by one operation."""
+
+    def __init__(self, key: str, pack: Pack, dtypes: tuple[torch.dtype, torch.dtype], resident: bool, transport: Transport,
+                 pool: Pool, ledger: Ledger) -> None:  # fmt: skip
+        self.key, self.pack, self.resident = key, pack, resident
+        self.dtype, self.master_dtype = dtypes
+        self.transport, self.pool = transport, pool
+        self.params: list[Param] = []
+        self.residence = Residence.FULL if resident else Residence.SHARDED
+        self.epoch = 0  # the last epoch whose rows of the peers are in `full`
+        self._work: Work | None = None
+        self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}
+        self._blank = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=pool.device)
+        self._allocate(ledger)
+        self._compute, self._local = self.compute_views(), self.local_views()
+        self._cuts = pack.cuts_of_full() if resident else pack.cuts_of_pieces()
+
+    def _allocate(self, ledger: Ledger) -> None:
+        rank, device = self.transport.rank, self.pool.device
+        size = self.pack.full if self.resident else self.pack.pieces[rank]
+        moves = self.transport.size > 1 and any(s.split != "copy" for s in self.pack.slots)
+        self.region: Region | None = self.transport.allocate(self.key, size, self.dtype) if moves else None
+        # Where the transport's memory is not on our device (two ranks on one GPU), the region is a mirror.
+        own = self.region.mine if self.region is not None and self.region.mine.device == device else None
+        self._mirrored = self.region is not None and own is None
+        store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
+        self.full: Tensor | None = store if self.resident else None
+        self.rows: Tensor | None = None if self.resident else store
+        ledger.book("parameters", store.nbytes)
+        self.master: Tensor | None = None
+        if self.master_dtype != self.dtype:
+            self.master = torch.zeros(self.pack.body(rank), dtype=self.master_dtype, device=device)
+            ledger.book("state", self.master.nbytes)
+
+    # ------------------------------------------------------------------ views
+
+    def local_views(self) -> list[Tensor]:
+        """The local rows of every slot in master dtype: what homes are made of."""
+        if self.master is None:
+            return self.compute_views()
+        return self._of_piece(self.master)
+
+    def compute_views(self) -> list[Tensor]:
+        """The local rows of every slot in compute dtype."""
+        rank = self.transport.rank
+        if self.rows is not None:
+            return self._of_piece(self.rows)
+        assert self.full is not None
+        return [self.full[at : at + n].view(slot.local_shape(rank))
+                for slot, (at, n) in zip(self.pack.slots, self.pack.cuts_of_full()[rank], strict=True)]  # fmt: skip
+
+    def _of_piece(self, piece: Tensor) -> list[Tensor]:
+        rank = self.transport.rank
+        return [piece[at : at + slot.held(rank)].view(slot.local_shape(rank))
+                for slot, at in zip(self.pack.slots, self.pack.offsets(rank), strict=True)]  # fmt: skip
+
+    def full_views(self, buffer: Tensor) -> list[Tensor]:
+        """The slots whole, in a buffer of `pack.full` elements."""
+        return [buffer[at : at + slot.numel].view(slot.shape)
+                for slot, at in zip(self.pack.slots, self.pack.full_offsets, strict=True)]  # fmt: skip
+
+    def blank(self, index: int) -> Tensor:
+        """What a leaf shows while its bundle is sharded: the right shape, and NaN."""
+        return self._blank.expand(self.pack.slots[index].shape)
+
+    # ------------------------------------------------------------------ verbs
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring this rank's compute rows up to date with its master rows, and the peers' window with the compute rows."""
+        if self.master is not None:
+            if self.rows is not None:
+                self.rows[: self.master.numel()].copy_(self.master)
+            else:
+                torch._foreach_copy_(self._compute, self._local)
+        if self._mirrored:
+            assert self.region is not None
+            source = self.rows if self.rows is not None else self.full
+            assert source is not None
+            self.region.mine.copy_(source)
+
+    def gather(self, epoch: int) -> None:
+        """Start to fetch the peers' rows of this epoch, unless they are here or on their way."""
+        stale = self.epoch < epoch
+        if self._work is not None or (self.residence is Residence.FULL and not stale):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self.full is None:
+                self.full = self.pool.take(self.pack.full, self.dtype, self)
+            _, out = self._views_of(self.full)
+            if self.region is None:
+                if not self.resident:
+                    torch._foreach_copy_(out[self.transport.rank], [v.view(-1) for v in self._compute])
+            else:
+                kind = "publish" if self.resident else "gather"
+                self._work = self.transport.gather(kind, self.key, self.region, self._cuts, out)
+        self.epoch = epoch
+        self.residence = Residence.GATHERING
+
+    def finish(self) -> bool:
+        """Complete a gather. True if the bundle became FULL by this call."""
+        if self.residence is not Residence.GATHERING:
+            return False
+        assert self.full is not None
+        with torch.inference_mode(False), torch.no_grad():
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            if not self.resident:
+                for param, view in zip(self.params, self._views_of(self.full)[0], strict=True):
+                    param.leaf.data = view
+        self.residence = Residence.FULL
+        return True
+
+    def release(self) -> None:
+        """Give the gathered buffer back. Resident bundles stay."""
+        if self.resident or self.residence is Residence.SHARDED:
+            return
+        self.finish()
+        assert self.full is not None
+        for index, param in enumerate(self.params):
+            param.leaf.data = self.blank(index)
+        self.pool.give(self.full)
+        self.full = None
+        self.residence = Residence.SHARDED
+
+    def _views_of(self, buffer: Tensor) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The slots whole, and per rank the flat targets of a gather; made once per buffer."""
+        cached = self._views.get(buffer.data_ptr())
+        if cached is None:
+            flat = [[buffer[at : at + n] for at, n in cuts] for cuts in self.pack.cuts_of_full()]
+            if self.resident:
+                flat[self.transport.rank] = []
+            cached = self._views[buffer.data_ptr()] = (self.full_views(buffer), flat)
+        return cached
+
+    # ------------------------------------------------------------------ what autograd saves
+
+    def save(self, tensor: Tensor) -> Saved:
+        """Stand-in for a tensor that lives in this bundle's buffer; see [Note: released units in backward]."""
+        index = next((i for i, p in enumerate(self.params) if p.leaf is tensor), None)
+        return Saved(self, tensor.storage_offset(), tensor.size(), tensor.stride(), index)
+
+    def restore(self, saved: Saved) -> Tensor:
+        assert self.full is not None and self.residence is Residence.FULL
+        if saved.index is not None:
+            return self.params[saved.index].leaf
+        with torch.no_grad():
+            return torch.as_strided(self.full, saved.size, saved.stride, saved.offset)
+
+
+class SavedTensors:
+    """Intercepts what autograd saves while units run: tensors in gathered buffers become `Saved`, all others pass through.
+
+    Autograd applies only the innermost pair of saved-tensor hooks, and `torch.utils.checkpoint` brings its own. So ours is
+    pushed wherever a foreign pair is on top, and hands it everything that is not ours. Checkpointing counts what it saves in
+    the first pass and in the recomputation; both go through the same module hooks, so both counts leave out the same tensors.
+    """
+
+    def __init__(self, pool: Pool, ensure: Callable[[Bundle], None]) -> None:
+        self._pool, self._ensure = pool, ensure
+        self._pushed: list[bool] = []
+
+    def push(self) -> None:
+        """Make ours the pair on top, if gradients are being recorded."""
+        needed = torch.is_grad_enabled()
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True) if needed else None
+        needed = needed and not (top is not None and self._is_ours(top[0]))
+        self._pushed.append(needed)
+        if needed:
+            pack = self._pack if top is None else _Composed(self, *top).pack
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, self._unpack)
+
+    def _is_ours(self, pack: Any) -> bool:
+        owner = getattr(pack, "__self__", None)
+        return owner is self or (isinstance(owner, _Composed) and owner.ours is self)
+
+    def pop(self) -> None:
+        if self._pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def home_of(self, tensor: Tensor) -> Bundle | None:
+        owner = self._pool.lent.get(tensor.untyped_storage().data_ptr())
+        return owner if isinstance(owner, Bundle) else None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        bundle = self.home_of(tensor)
+        return tensor if bundle is None else self.take(bundle, tensor)
+
+    @staticmethod
+    def take(bundle: Bundle, tensor: Tensor) -> Saved | Tensor:
+        # A view in another dtype cannot be found again by offset; it is rare and small, so it is kept.
+        return bundle.save(tensor) if tensor.dtype == bundle.dtype else tensor.clone()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Saved):
+            self._ensure(packed.bundle)
+            return packed.bundle.restore(packed)
+        if isinstance(packed, _Foreign):
+            return packed.unpack(packed.value)
+        assert isinstance(packed, Tensor)
+        return packed
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    unpack: Callable[[Any], Tensor]
+    value: Any
+
+
+class _Composed:
+    """Our pack in front of someone else's pair."""
+
+    def __init__(self, ours: SavedTensors, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self.ours, self._pack, self._unpack = ours, pack, unpack
+
+    def pack(self, tensor: Tensor) -> Any:
+        bundle = self.ours.home_of(tensor)
+        if bundle is not None:
+            return self.ours.take(bundle, tensor)
+        return _Foreign(self._unpack, self._pack(tensor))

@@ -1,0 +1,343 @@
+"""One per `shard()`: owns the units, the gradients, the updates and the transport, and decides when each of them acts.
+
+[Note: who stands in the modules] Outside of computation the modules hold the homes, so that `model.parameters()` means rows with a
+global meaning. From a unit's first entry to its last exit its modules hold the leaves. During backward all modules hold leaves,
+because recomputation calls modules again.
+
+[Note: nested backward] Reentrant checkpointing runs a backward inside a backward, and a callback queued there fires when the inner
+one ends. So the outermost is found early, by a hook on the root's output; should that be missed, an inner end counts as an end,
+and what comes later is reduced in another round and added: slower, but the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.profiler import record_function
+
+from .comm import Region, Transport
+from .config import Options
+from .errors import StateError
+from .grad import Gradients, LocalGradients
+from .layout import Slot
+from .param import Bundle, SavedTensors
+from .pool import Ledger, Pool
+from .shard import Faces, Param
+from .step import Update
+from .units import Unit
+
+
+class LiveUnit:
+    """A unit with its bundles, and where it is in the current forward or backward."""
+
+    def __init__(self, unit: Unit, bundles: Sequence[Bundle]) -> None:
+        self.name, self.label, self.module = unit.name, unit.label, unit.module
+        self.bundles = list(bundles)
+        self.params = [p for b in self.bundles for p in b.params]
+        self.depth = 0  # entries that have not been left
+        self.trainable = sum(p.trainable for p in self.params)
+        self.expected = self.trainable  # gradients that have yet to arrive in this backward
+        self.sharded = any(not b.resident for b in self.bundles)
+
+    def stand_leaves(self) -> None:
+        for param in self.params:
+            if param.leaf.requires_grad is not param.home.requires_grad:
+                param.leaf.requires_grad_(param.home.requires_grad)
+            param.stand(param.leaf)
+
+    def stand_homes(self) -> None:
+        for param in self.params:
+            param.stand(param.home)
+
+    def release(self) -> None:
+        for bundle in self.bundles:
+            bundle.release()
+
+
+class Runtime:
+    """See the module's docstring. `hooks` calls `enter`, `leave`, `output`, `arrived`, `step`; `api` calls the rest."""
+
+    def __init__(self, options: Options, transport: Transport, faces: Faces, pool: Pool, ledger: Ledger) -> None:
+        self.options, self.transport, self.faces, self.pool, self.ledger = options, transport, faces, pool, ledger
+        self.units: list[LiveUnit] = []
+        self.gradients: Gradients | LocalGradients
+        self.updates: list[Update] = []
+        self.buffers: list[Tensor] = []  # what the root's forward broadcasts from rank 0
+        self.saved = SavedTensors(pool, self.ensure)
+        self.sync = True
+        self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
+        self.steps = 0
+        self.closed = False
+        self._stale = True  # homes are newer than what the leaves hold
+        self._epoch = 0
+        self._active = 0  # units entered and not left
+        self._keep_full = False
+        self._order: dict[int, int] = {}  # id(unit) -> place in the recorded forward order
+        self._sequence: list[LiveUnit] = []
+        self._trace: list[LiveUnit] = []
+        self._task: int | None = None  # graph task of the backward under way
+        self._nested = False
+        self._arrivals = 0
+        self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
+        # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
+        self._overlaps = transport.name in ("gloo", "nccl")
+
+    # ------------------------------------------------------------------ forward
+
+    def enter(self, unit: LiveUnit) -> None:
+        """A module of this unit is about to compute."""
+        if unit.depth == 0:
+            if self._active == 0:
+                self._wake()
+            self._active += 1
+            self._bring(unit)
+            if self._task is None:
+                unit.stand_leaves()
+                self._trace.append(unit)
+        unit.depth += 1
+        if unit.sharded:
+            self.saved.push()
+
+    def leave(self, unit: LiveUnit) -> None:
+        """It has computed, or failed."""
+        if unit.sharded:
+            self.saved.pop()
+        unit.depth -= 1
+        if unit.depth:
+            return
+        self._active -= 1
+        if self._task is None:
+            unit.stand_homes()
+            if not self._kept_for_backward(unit):
+                unit.release()
+        if self._active == 0:
+            self._record_order()
+
+    def _kept_for_backward(self, unit: LiveUnit) -> bool:
+        """The root and the last unit are the first that backward needs; dropping them would fetch them twice in a row."""
+        if self._keep_full:
+            return True
+        return torch.is_grad_enabled() and (unit is self.units[0] or (bool(self._sequence) and unit is self._sequence[-1]))
+
+    def _record_order(self) -> None:
+        if self._task is None:
+            sequence = list(dict.fromkeys(self._trace))
+            if len(sequence) >= len(self._sequence):
+                self._sequence = sequence
+                self._order = {id(unit): place for place, unit in enumerate(sequence)}
+            self._trace.clear()
+
+    def _wake(self) -> None:
+        """The first unit of a forward: make this rank's newest rows available, and start to fetch the peers'."""
+        if self.closed:
+            raise StateError("this run is closed; call zs.shard() again to train on.")
+        if self._task is not None and torch._C._current_graph_task_id() == -1:
+            self._abandon()
+        if self._stale:
+            for bundle in self.bundles:
+                bundle.refresh()
+            self.transport.open()
+            self._epoch += 1
+            self._stale = False
+            if self._overlaps:
+                for unit in self.units:
+                    for bundle in unit.bundles:
+                        if bundle.resident:
+                            bundle.gather(self._epoch)
+
+    def _abandon(self) -> None:
+        """A backward died half way. One rank can start afresh; several cannot know what the others have sent."""
+        if self.transport.size > 1:
+            raise StateError("an earlier backward failed on this rank before its gradients were reduced; restart the run from a checkpoint.")
+        self._end(land=False)
+
+    def _bring(self, unit: LiveUnit) -> None:
+        """Gather a unit, start on the ones that come next, and wait for it."""
+        with self._span("gather", unit):
+            for bundle in unit.bundles:
+                bundle.gather(self._epoch)
+            if self._overlaps and unit.sharded:
+                for ahead in self._upcoming(unit):
+                    for bundle in ahead.bundles:
+                        bundle.gather(self._epoch)
+            for bundle in unit.bundles:
+                bundle.finish()
+
+    def _upcoming(self, unit: LiveUnit) -> list[LiveUnit]:
+        place = self._order.get(id(unit))
+        if place is None:
+            return []
+        ahead = self.options.prefetch
+        if self._task is None:
+            return self._sequence[place + 1 : place + 1 + ahead]
+        return self._sequence[max(place - ahead, 0) : place][::-1]
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        return [bundle for unit in self.units for bundle in unit.bundles]
+
+    @property
+    def params(self) -> list[Param]:
+        return [param for unit in self.units for param in unit.params]
+
+    @staticmethod
+    @contextmanager
+    def _span(verb: str, unit: LiveUnit) -> Iterator[None]:
+        if torch.autograd._profiler_enabled():
+            with record_function(f"zeroshard.{verb} {unit.label}"):
+                yield
+        else:
+            yield
+
+    # ------------------------------------------------------------------ backward
+
+    def begin_backward(self) -> None:
+        """Called at every sign of a backward; acts on the first."""
+        task = torch._C._current_graph_task_id()
+        if self._task is not None:
+            self._nested = self._nested or task != self._task
+            return
+        self._task, self._nested, self._arrivals = task, False, 0
+        Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+        for unit in self.units:
+            if unit.depth == 0:
+                unit.stand_leaves()
+
+    def arrived(self, unit: LiveUnit, param: Param) -> None:
+        """Autograd has accumulated a leaf's gradient."""
+        self.begin_backward()
+        self._arrivals += 1
+        unit.expected -= 1
+        if self.sync:
+            self.gradients.arrived(param)
+        else:
+            self.unsynced = True
+
+    def ensure(self, bundle: Bundle) -> None:
+        """Autograd unpacks something that lives in this bundle's buffer."""
+        self.begin_backward()
+        unit = self._unit_of[id(bundle)]
+        if not self._recent or self._recent[-1] is not unit:
+            self._make_room(unit)
+            self._recent.append(unit)
+            self._bring(unit)
+        else:
+            bundle.gather(self._epoch)
+            bundle.finish()
+
+    def _make_room(self, coming: LiveUnit) -> None:
+        """Release what backward is done with: units whose gradients are all in, frozen ones, and all but the last two."""
+        root, keep = self.units[0], []
+        for index, unit in enumerate(self._recent):
+            old = index < len(self._recent) - 1 or unit.expected <= 0
+            if unit is coming or unit is root or unit.depth or not old or self._keep_full:
+                keep.append(unit)
+            else:
+                unit.release()
+        self._recent = [unit for unit in dict.fromkeys(keep) if unit is not coming]
+
+    def end_backward(self) -> None:
+        self._end(land=self._arrivals > 0 and self.sync)
+
+    def _end(self, land: bool) -> None:
+        with record_function("zeroshard.land") if torch.autograd._profiler_enabled() else _nothing():
+            if land:
+                self.gradients.finish()
+                if self._nested and self.transport.size > 1:
+                    self._land_late_ones()
+                self.unsynced = False
+        for unit in self.units:
+            unit.expected = unit.trainable
+            if unit.depth == 0:
+                unit.stand_homes()
+            if not self._keep_full:
+                unit.release()
+        self._recent.clear()
+        self._task = None
+
+    def _land_late_ones(self) -> None:
+        """Gradients that a nested backward added after their bucket had left: another round, agreed by all ranks."""
+        late = any(p.leaf.grad is not None for b in self.gradients.buckets for p in b.params)
+        if self.transport.max([float(late)])[0]:
+            self.gradients.finish()
+
+    # ------------------------------------------------------------------ update
+
+    def step(self, update: Update, step: Callable[[], Any]) -> None:
+        """Run one optimizer's step on the local rows."""
+        if not self.sync:
+            raise StateError("optimizer.step() inside run.no_sync(): the gradients of this rank alone are not the gradient. "
+                             "Leave the block before the last micro-batch's backward, then step.")  # fmt: skip
+        if self.unsynced:
+            raise StateError("gradients accumulated under run.no_sync() were never synchronised: run the last micro-batch's backward "
+                             "outside of the block before optimizer.step().")  # fmt: skip
+        with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else _nothing():
+            self.transport.fence()  # peers have read the rows that are about to change
+            update.run(step)
+        self._stale = True
+        self.steps += 1
+
+    def changed(self) -> None:
+        """Homes were written by someone else than the optimizer."""
+        self._stale = True
+
+    def forget_unsynced(self) -> None:
+        """`zero_grad` also drops what was accumulated without synchronisation."""
+        if self.unsynced:
+            for param in self.params:
+                param.leaf.grad = None
+            self.unsynced = False
+
+    # ------------------------------------------------------------------ whole tensors
+
+    @torch.no_grad()
+    def collect(self, local: Tensor, slot: Slot) -> Tensor:
+        """The whole tensor from every rank's rows; all ranks call it in the same order."""
+        if slot.split == "copy" or self.transport.size == 1:
+            return local.detach().clone()
+        rank, size = self.transport.rank, self.transport.size
+        full = torch.empty(slot.shape, dtype=local.dtype, device=local.device)
+        region: Region = self.transport.allocate("collect", max(slot.held(rank), 1), local.dtype)
+        region.mine[: local.numel()].copy_(local.reshape(-1))
+        flat = full.view(-1)
+        cuts = [[(0, slot.held(r))] for r in range(size)]
+        out = [[flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row]] for r in range(size)]
+        self.transport.barrier("collect")
+        self.transport.gather("collect", f"collect/{slot.name}", region, cuts, out).wait()
+        self.transport.barrier("collected")
+        self.transport.free(region)
+        return full
+
+    @contextmanager
+    def kept_full(self) -> Iterator[None]:
+        """Gather every unit once and release none until the end: forward passes inside need no communication."""
+        self._wake()
+        self._keep_full = True
+        try:
+            for unit in self.units:
+                self._bring(unit)
+            yield
+        finally:
+            self._keep_full = False
+            for unit in self.units:
+                if unit.depth == 0:
+                    unit.release()
+
+    def adopt_units(self, units: list[LiveUnit]) -> None:
+        self.units = units
+        self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def leaf_of(view: Tensor, trainable: bool) -> nn.Parameter:
+    """A leaf over a bundle's memory. Through `.data`, so that refilling the buffer does not count as changing the leaf in place."""
+    return nn.Parameter(view.data, requires_grad=trainable)

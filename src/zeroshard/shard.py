@@ -1,0 +1,94 @@
+"""The record of one sharded parameter, and how its rows show themselves to the user.
+
+Tensors, and who owns them (one set per parameter):
+
+- `home`   master dtype; this rank's rows as a DTensor, or all of it as a plain Parameter. Stands in the modules and in the
+           optimizer outside of forward and backward. Lives as long as the run.
+- `local`  the plain tensor inside `home`. The optimizer's update writes it. A view of the bundle's buffer where master and
+           compute dtype agree, a buffer of its own otherwise.
+- `leaf`   compute dtype, full shape. Stands in the modules while they compute; autograd accumulates into `leaf.grad`.
+           Its memory belongs to the bundle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .layout import Slot
+from .units import Place, Tenant
+
+
+class Faces:
+    """Turns local rows into what the user sees: a DTensor with a global shape, or the plain tensor where it is whole.
+
+    Why DTensor: `clip_grad_norm_`, GradScaler and `torch.linalg` then mean the whole tensor. Plain slices would silently clip
+    by a local norm, and hang where one rank alone sees an inf.
+    """
+
+    def __init__(self, rank: int, mesh: DeviceMesh | None) -> None:
+        self.rank, self.mesh = rank, mesh
+
+    def show(self, local: Tensor, slot: Slot) -> Tensor:
+        if self.mesh is None:
+            return local
+        placement: Placement = Replicate() if slot.split == "copy" else Shard(0)
+        stride = torch.empty(slot.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=torch.Size(slot.shape), stride=stride)
+
+    @staticmethod
+    def local(seen: Tensor) -> Tensor:
+        """The plain tensor inside what the user sees."""
+        return seen._local_tensor if isinstance(seen, DTensor) else seen
+
+
+def mesh_over(group: Any, device: torch.device) -> DeviceMesh:
+    """A one-dimensional mesh over the ranks of a process group."""
+    return DeviceMesh.from_group(dist.group.WORLD if group is None else group, device.type)
+
+
+class Param:
+    """One parameter's tensors (named at the top of this file) and its place in the layout."""
+
+    def __init__(self, tenant: Tenant, slot: Slot, leaf: nn.Parameter, local: Tensor, home: nn.Parameter) -> None:
+        self.name = tenant.name
+        self.places: list[Place] = tenant.places
+        self.original = tenant.parameter
+        self.slot, self.leaf, self.local, self.home = slot, leaf, local, home
+
+    @property
+    def trainable(self) -> bool:
+        return self.home.requires_grad
+
+    def stand(self, parameter: nn.Parameter) -> None:
+        """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""
+        for place in self.places:
+            place.module._parameters[place.attribute] = parameter
+
+
+def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Parameter:
+    """The parameter that stands for these rows. The user's own object is kept wherever a plain tensor will do."""
+    original = tenant.parameter
+    if faces.mesh is None:
+        if original.data_ptr() != local.data_ptr() or original.dtype != local.dtype or original.is_meta:
+            original = _rebind(original, local)
+        home = original
+    else:
+        home = nn.Parameter(faces.show(local, slot), requires_grad=original.requires_grad)
+    if home.is_floating_point():
+        home.grad_dtype = None  # a 16-bit gradient of an fp32 master is what mixed precision keeps
+    return home
+
+
+def _rebind(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
+    """The same Parameter object over other memory (a meta parameter cannot be rebound: it gets a successor)."""
+    if parameter.is_meta or parameter.dtype != local.dtype or parameter.device != local.device:
+        successor = type(parameter)(local, requires_grad=parameter.requires_grad)
+        return successor
+    parameter.data = local
+    return parameter

@@ -1,0 +1,37 @@
+"""What a run has moved, waited for, and holds. Plain numbers, made when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals since `shard()`; divide by `steps`, or subtract an earlier one (`now - before`), for a rate.
+
+    - `sent`, `received`: bytes by kind (``reduce``: gradients, ``gather``: parameters of stage 3, ``publish``: updated parameters of
+      stages 1 and 2, ``collect``, ``broadcast``).
+    - `waited`: seconds this rank waited for others, by kind.
+    - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``, ``buckets``).
+    - `data_parallel`: bytes that plain data-parallel training of this model would hold (parameters, gradients, state).
+    """
+
+    steps: int
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+    live: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    data_parallel: int = 0
+
+    def __sub__(self, before: Stats) -> Stats:
+        """What happened between two moments. Live and peak bytes are those of the later one."""
+        def less(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+            return {kind: value - then.get(kind, 0) for kind, value in now.items()}
+
+        return Stats(self.steps - before.steps, less(self.sent, before.sent), less(self.received, before.received),
+                     less(self.waited, before.waited), self.live, self.peak, self.data_parallel)  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

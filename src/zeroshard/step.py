@@ -1,0 +1,202 @@
+"""The life of an update: the user calls `optimizer.step()`, and the optimizer updates this rank's rows.
+
+Inside the call the optimizer sees *proxies*: plain parameters over the local rows, with plain gradients. Outside it sees the homes.
+DTensor dispatch would cost 50 to 175 µs a parameter; a proxy costs nothing. The state of a home and of its proxy is one dict, found
+under either.
+
+Gradients of fewer bits than the master are widened for the update, a chunk of parameters at a time, so that the whole gradient
+never exists in fp32.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import ModelError
+from .layout import Slot
+from .shard import Faces, Param
+
+# Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole tensors.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+)
+WIDEN_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
+
+
+def rows_suffice(optimizer: Optimizer) -> bool:
+    """Whether the optimizer gives the same result on any slice of rows as on the whole tensor."""
+    return type(optimizer) in ELEMENTWISE
+
+
+def refuse_unfit(optimizer: Optimizer) -> None:
+    """Optimizers that look across parameters, or want sparse gradients, have no meaning on shards."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError("LBFGS needs inner products over all parameters and several passes a step: it works unsharded only.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ModelError("SparseAdam needs sparse gradients, and reduced gradients are dense: use AdamW.")
+
+
+class Update:
+    """One optimizer and the parameters that it updates."""
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[Param], faces: Faces) -> None:
+        self.optimizer, self.faces = optimizer, faces
+        self.params = {id(p.home): p for p in params}
+        self._proxies: dict[int, nn.Parameter] = {}
+        for param in params:
+            plain = faces.mesh is None
+            self._proxies[id(param.home)] = param.home if plain else nn.Parameter(param.local, requires_grad=False)
+        self._linked: tuple[Any, int] = (None, 0)
+        self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+
+    def adopt(self, successors: dict[int, nn.Parameter]) -> None:
+        """Put the homes where the optimizer held the user's parameters."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [successors.get(id(p), p) for p in group["params"]]
+
+    @torch.no_grad()
+    def run(self, step: Callable[[], Any]) -> None:
+        """One update of the local rows by `step`, which is the optimizer's own."""
+        lists = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
+        chunks = self._chunks(lists)
+        if len(chunks) == 1 and not self._needs_proxies(lists):
+            step()
+            return
+        raw = getattr(type(self.optimizer).step, "__wrapped__", type(self.optimizer).step)
+        with self._as_proxies() as groups:
+            for index, chunk in enumerate(chunks):
+                for group, homes in zip(groups, chunk, strict=True):
+                    group["params"] = [self._proxy(home) for home in homes if self._has_rows(home)]
+                # The user's own step hooks run once: with the last chunk.
+                step() if index == len(chunks) - 1 else raw(self.optimizer)
+                for group in groups:
+                    self._forget(group["params"])
+
+    def _needs_proxies(self, lists: list[list[Tensor]]) -> bool:
+        return self.faces.mesh is not None or any(p.grad is not None and p.grad.dtype != p.dtype for ps in lists for p in ps)
+
+    def _has_rows(self, home: Tensor) -> bool:
+        return Faces.local(home).numel() > 0
+
+    def _proxy(self, home: Tensor) -> Tensor:
+        """The plain parameter over a home's rows, with its gradient in the dtype of the rows."""
+        proxy = self._proxies.get(id(home))
+        if proxy is None:
+            return home  # a parameter group that the user added later
+        assert home.grad is not None
+        grad = Faces.local(home.grad)
+        if proxy is home:
+            if grad.dtype == home.dtype:
+                return home
+            proxy = self._proxies[id(home)] = nn.Parameter(home.data, requires_grad=False)
+        proxy.grad = grad if grad.dtype == proxy.dtype else grad.to(proxy.dtype)
+        return proxy
+
+    def _forget(self, proxies: list[Tensor]) -> None:
+        for proxy in proxies:
+            if id(proxy) not in self.params:
+                proxy.grad = None
+
+    def _chunks(self, lists: list[list[Tensor]]) -> list[list[list[Tensor]]]:
+        """The parameters of every group cut so that no chunk widens more than the limit. Unknown optimizers get one chunk:
+        they may keep counters of their own, and must be called once a step."""
+        widened = [p for ps in lists for p in ps if p.grad is not None and p.grad.dtype != p.dtype]
+        if not widened or not rows_suffice(self.optimizer):
+            return [lists]
+        limit = WIDEN_BYTES.get(widened[0].device.type, WIDEN_BYTES["cpu"])
+        chunks: list[list[list[Tensor]]] = []
+        room = 0
+        for index, ps in enumerate(lists):
+            for p in ps:
+                size = Faces.local(p).nbytes
+                if not chunks or size > room:
+                    chunks.append([[] for _ in lists])
+                    room = limit
+                chunks[-1][index].append(p)
+                room -= size
+        return chunks
+
+    @contextmanager
+    def _as_proxies(self) -> Iterator[list[dict[str, Any]]]:
+        """Let the optimizer see proxies and their state; put the homes back whatever happens."""
+        optimizer = self.optimizer
+        seen_state, seen_params = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        linked_to, count = self._linked
+        if linked_to is not seen_state or count != len(seen_state):
+            self._inner.clear()
+            self._inner.update({self._proxies.get(id(home), home): state for home, state in seen_state.items()})
+        optimizer.state = self._inner
+        try:
+            yield optimizer.param_groups
+        finally:
+            for group, params in zip(optimizer.param_groups, seen_params, strict=True):
+                group["params"] = params
+            optimizer.state = seen_state
+            if len(seen_state) != len(self._inner):
+                home_of = {id(self._proxies[key]): p.home for key, p in self.params.items()}
+                for proxy, state in self._inner.items():
+                    seen_state.setdefault(home_of.get(id(proxy), proxy), state)
+            self._linked = (seen_state, len(seen_state))
+
+    def give_back(self, successors: dict[int, nn.Parameter], collect: Callable[[Tensor, Slot], Tensor]) -> None:
+        """Leave the optimizer as if it had never been sharded: plain parameters, whole state."""
+        optimizer = self.optimizer
+        old = optimizer.state
+        if self.faces.mesh is not None:
+            optimizer.state = defaultdict(dict)
+            for param in self.params.values():
+                state = self._whole_state(old.get(param.home, {}), param.slot, collect)
+                if state:
+                    optimizer.state[successors[id(param.home)]] = state
+        self.adopt(successors)
+
+    def _whole_state(self, state: dict[str, Any], slot: Slot, collect: Callable[[Tensor, Slot], Tensor]) -> dict[str, Any]:
+        local = slot.local_shape(self.faces.rank)
+        return {key: collect(value, slot) if isinstance(value, Tensor) and tuple(value.shape) == local and local else value
+                for key, value in state.items()}  # fmt: skip
+
+    # ------------------------------------------------------------------ state dicts
+
+    def state_bytes(self) -> int:
+        tensors = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return sum(t.nbytes for t in tensors if t.dim() > 0)
+
+    def show_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """After `optimizer.state_dict()`: rows appear as DTensors with their global shape, never as an anonymous half."""
+        return self._map_state(state_dict, lambda value, slot: self.faces.show(value, slot)
+                               if value.shape == slot.local_shape(self.faces.rank) else value)  # fmt: skip
+
+    def take_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Before `optimizer.load_state_dict()`: this rank's rows of what was given, whole or as DTensors."""
+        return self._map_state(state_dict, lambda value, slot: self.rows_of(value, slot))
+
+    def rows_of(self, value: Tensor, slot: Slot) -> Tensor:
+        if tuple(value.shape) != slot.shape:
+            return value
+        local = Faces.local(value)
+        if local is not value:
+            return local
+        start, stop = slot.rows(self.faces.rank)
+        return value if slot.split == "copy" else value[start:stop].clone()
+
+    def _map_state(self, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]) -> dict[str, Any]:
+        if self.faces.mesh is None:
+            return state_dict
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]
+        result = dict(state_dict, state=dict(state_dict["state"]))
+        for index, home in enumerate(order):
+            param = self.params.get(id(home))
+            if param is not None and index in result["state"]:
+                result["state"][index] = {
+                    key: change(value, param.slot) if isinstance(value, Tensor) and value.dim() > 0 else value
+                    for key, value in result["state"][index].items()
+                }
+        return result

@@ -1,0 +1,138 @@
+"""Which modules are gathered together. Found by themselves where a model repeats a block, named by patterns otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from .config import did_you_mean
+from .errors import ModelError, OptionError
+
+
+@dataclass
+class Place:
+    """Where a parameter stands: `module._parameters[attribute]`."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass
+class Tenant:
+    """One distinct parameter of the model, under its first name, with every place where it stands (tied weights: several)."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass
+class Unit:
+    """A module whose parameters are gathered and released together. The root's name is the empty string."""
+
+    name: str
+    module: nn.Module
+    tenants: list[Tenant] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return self.name or "(root)"
+
+
+def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none"]) -> list[Unit]:
+    """The units of `model` in registration order, the root first. Each parameter is in exactly one.
+
+    A parameter inside one unit belongs to it; one that several units share (tied weights) belongs to the root.
+    """
+    if wanted == "auto":
+        names = _repeated(model)
+    elif wanted == "none":
+        names = []
+    else:
+        names = matching(wanted, [n for n, _ in model.named_modules() if n], "unit", "modules")
+    modules = dict(model.named_modules())
+    units = {"": Unit("", model), **{name: Unit(name, modules[name]) for name in names}}
+    for tenant, owners in _tenants(model, set(names)):
+        units[owners.pop() if len(owners) == 1 else ""].tenants.append(tenant)
+    return [unit for unit in units.values() if unit.tenants or not unit.name]
+
+
+def matching(wanted: Iterable[str], known: list[str], what: str, plural: str) -> list[str]:
+    """The known names that match any pattern, in their own order; a pattern that matches nothing is an error."""
+    hit: set[str] = set()
+    for pattern in wanted:
+        found = [name for name in known if fnmatchcase(name, pattern)]
+        if not found:
+            families = Counter(_family(name) for name in known)
+            near = did_you_mean(pattern, families)
+            if near:
+                near = near.removesuffix("?") + f" ({families[near.split(chr(34))[1]]} {plural})?"
+            raise OptionError(f'{what} pattern "{pattern}" matches none of the {len(known)} {plural}.{near}')
+        hit.update(found)
+    return [name for name in known if name in hit]
+
+
+def _family(name: str) -> str:
+    """``blocks.3`` → ``blocks.*``: what a user would have typed."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _tenants(model: nn.Module, units: set[str]) -> list[tuple[Tenant, set[str]]]:
+    """Every distinct parameter with the set of units in which it stands."""
+    found: dict[int, tuple[Tenant, set[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{path}.{attribute}" if path else attribute
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ModelError(f"`{name}` is uninitialised (a lazy module). Run one forward pass before shard().")
+            tenant, owners = found.setdefault(id(parameter), (Tenant(name, parameter), set()))
+            if not any(place.module is module and place.attribute == attribute for place in tenant.places):
+                tenant.places.append(Place(module, attribute))
+            owners.add(_unit_of(path, units))
+    return list(found.values())
+
+
+def _unit_of(path: str, units: set[str]) -> str:
+    """The innermost unit that holds the module at `path`."""
+    while path and path not in units:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """The outermost modules that stand beside others of their class: transformer blocks, residual blocks, layers of a list.
+
+    Composite modules first (a block has children). A model of plain layers, such as a VGG, falls back to the children of its
+    lists and sequences, so that one large layer does not force the whole model into one unit.
+    """
+    found = _repeated_children(model, "", composite=True)
+    return found or _repeated_children(model, "", composite=False)
+
+
+def _repeated_children(module: nn.Module, path: str, composite: bool) -> list[str]:
+    children = [(f"{path}.{n}" if path else n, c) for n, c in module.named_children() if _has_parameters(c)]
+    kinds = Counter(type(child) for _, child in children)
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    result = []
+    for name, child in children:
+        is_block = next(child.children(), None) is not None and not isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        if (composite and is_block and kinds[type(child)] > 1) or (not composite and is_list and not _is_list(child)):
+            result.append(name)
+        else:
+            result += _repeated_children(child, name, composite)
+    return result
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
