@@ -20,6 +20,7 @@ from .hooks import Hooks
 from .launch.environment import join
 from .runtime import Runtime
 from .shard import Param, mesh_over
+from .state import give_back
 from .stats import Stats
 from .step import refuse_unfit
 from .units import matching
@@ -258,7 +259,7 @@ class Run:
             successors[id(param.home)] = whole
             param.stand(whole)
         for update in runtime.updates:
-            update.give_back(successors, runtime.collect)
+            give_back(update, successors, runtime.transport, runtime.collect)
         runtime.closed = True
         runtime.transport.close()
 

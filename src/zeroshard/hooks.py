@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from .errors import ModelError, StateError
 from .runtime import LiveUnit, Runtime
 from .shard import Faces, Param
+from .state import show_state, take_state
 from .step import Update
 
 
@@ -129,8 +130,8 @@ class Hooks:
             before = optimizer.__dict__.get(name)
             setattr(optimizer, name, MethodType(function, optimizer))
             self._undo.append(partial(_put_back, optimizer, name, before))
-        self._keep(optimizer.register_state_dict_post_hook(lambda _, state: update.show_state(state)))
-        self._keep(optimizer.register_load_state_dict_pre_hook(lambda _, state: update.take_state(state)))
+        self._keep(optimizer.register_state_dict_post_hook(lambda _, state: show_state(update, state)))
+        self._keep(optimizer.register_load_state_dict_pre_hook(lambda _, state: take_state(update, state)))
 
     # ------------------------------------------------------------------ what users must not do, or what needs help
 

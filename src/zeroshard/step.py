@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ModelError
-from .layout import Slot
 from .shard import Faces, Param
 
 # Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole tensors.
@@ -146,57 +145,6 @@ class Update:
                     seen_state.setdefault(home_of.get(id(proxy), proxy), state)
             self._linked = (seen_state, len(seen_state))
 
-    def give_back(self, successors: dict[int, nn.Parameter], collect: Callable[[Tensor, Slot], Tensor]) -> None:
-        """Leave the optimizer as if it had never been sharded: plain parameters, whole state."""
-        optimizer = self.optimizer
-        old = optimizer.state
-        if self.faces.mesh is not None:
-            optimizer.state = defaultdict(dict)
-            for param in self.params.values():
-                state = self._whole_state(old.get(param.home, {}), param.slot, collect)
-                if state:
-                    optimizer.state[successors[id(param.home)]] = state
-        self.adopt(successors)
-
-    def _whole_state(self, state: dict[str, Any], slot: Slot, collect: Callable[[Tensor, Slot], Tensor]) -> dict[str, Any]:
-        local = slot.local_shape(self.faces.rank)
-        return {key: collect(value, slot) if isinstance(value, Tensor) and tuple(value.shape) == local and local else value
-                for key, value in state.items()}  # fmt: skip
-
-    # ------------------------------------------------------------------ state dicts
-
     def state_bytes(self) -> int:
         tensors = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         return sum(t.nbytes for t in tensors if t.dim() > 0)
-
-    def show_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """After `optimizer.state_dict()`: rows appear as DTensors with their global shape, never as an anonymous half."""
-        return self._map_state(state_dict, lambda value, slot: self.faces.show(value, slot)
-                               if value.shape == slot.local_shape(self.faces.rank) else value)  # fmt: skip
-
-    def take_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Before `optimizer.load_state_dict()`: this rank's rows of what was given, whole or as DTensors."""
-        return self._map_state(state_dict, lambda value, slot: self.rows_of(value, slot))
-
-    def rows_of(self, value: Tensor, slot: Slot) -> Tensor:
-        if tuple(value.shape) != slot.shape:
-            return value
-        local = Faces.local(value)
-        if local is not value:
-            return local
-        start, stop = slot.rows(self.faces.rank)
-        return value if slot.split == "copy" else value[start:stop].clone()
-
-    def _map_state(self, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]) -> dict[str, Any]:
-        if self.faces.mesh is None:
-            return state_dict
-        order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        result = dict(state_dict, state=dict(state_dict["state"]))
-        for index, home in enumerate(order):
-            param = self.params.get(id(home))
-            if param is not None and index in result["state"]:
-                result["state"][index] = {
-                    key: change(value, param.slot) if isinstance(value, Tensor) and value.dim() > 0 else value
-                    for key, value in result["state"][index].items()
-                }
-        return result

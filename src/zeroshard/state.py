@@ -1,0 +1,111 @@
+"""Optimizer state as others see it: as DTensors in `state_dict()`, as this rank's rows when loaded, whole when a run is closed.
+
+State tensors that have the shape of a parameter's local rows are rows; all others (Adam's `step`, Adafactor's factors of a whole
+tensor) are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Transport
+from .layout import Slot
+from .shard import Faces, Param
+from .step import Update
+
+Collect = Callable[[Tensor, Slot], Tensor]
+
+
+def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """After `optimizer.state_dict()`: rows appear as DTensors with their global shape, never as an anonymous half."""
+    faces = update.faces
+
+    def show(value: Tensor, slot: Slot) -> Tensor:
+        return faces.show(value, slot) if tuple(value.shape) == slot.local_shape(faces.rank) else value
+
+    return _map_state(update, state_dict, show)
+
+
+def take_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Before `optimizer.load_state_dict()`: this rank's rows of what was given, whole or as DTensors."""
+    rank = update.faces.rank
+
+    def take(value: Tensor, slot: Slot) -> Tensor:
+        if tuple(value.shape) != slot.shape:
+            return value
+        local = Faces.local(value)
+        if local is not value or slot.split == "copy":
+            return local
+        start, stop = slot.rows(rank)
+        return value[start:stop].clone()
+
+    return _map_state(update, state_dict, take)
+
+
+def _map_state(update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]) -> dict[str, Any]:
+    if update.faces.mesh is None:
+        return state_dict
+    order = [p for group in update.optimizer.param_groups for p in group["params"]]
+    result = dict(state_dict, state=dict(state_dict["state"]))
+    for index, home in enumerate(order):
+        param = update.params.get(id(home))
+        if param is not None and index in result["state"]:
+            result["state"][index] = {
+                key: change(value, param.slot) if isinstance(value, Tensor) and value.dim() > 0 else value
+                for key, value in result["state"][index].items()
+            }
+    return result
+
+
+def give_back(update: Update, successors: dict[int, nn.Parameter], transport: Transport, collect: Collect) -> None:
+    """Leave the optimizer as if it had never been sharded: plain parameters, whole state. Every rank calls it."""
+    if update.faces.mesh is not None:
+        old = update.optimizer.state
+        params = list(update.params.values())
+        described = transport.exchange([_describe(old.get(p.home, {}), p.slot, transport.rank) for p in params])
+        update.optimizer.state = defaultdict(dict)
+        for index, param in enumerate(params):
+            told: list[Any] = [rank[index] for rank in described]  # type: ignore[index]
+            state = _whole(old.get(param.home, {}), param, told, transport, collect)
+            if state:
+                update.optimizer.state[successors[id(param.home)]] = state
+    update.adopt(successors)
+
+
+def _describe(state: dict[str, Any], slot: Slot, rank: int) -> dict[str, list[Any]]:
+    """Key → what it is (rows, tensor, value), its shape and dtype: enough for a rank that has none of it to take part."""
+    result: dict[str, list[Any]] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            result[key] = ["value", value]
+        else:
+            rows = value.dim() > 0 and slot.split == "rows" and tuple(value.shape) == slot.local_shape(rank)
+            result[key] = ["rows" if rows else "tensor", list(value.shape), str(value.dtype).removeprefix("torch.")]
+    return result
+
+
+def _whole(state: dict[str, Any], param: Param, told: list[Any], transport: Transport, collect: Collect) -> dict[str, Any]:
+    """The whole state of one parameter, from the ranks that hold rows of it."""
+    source = next((rank for rank, keys in enumerate(told) if keys), None)
+    if source is None:
+        return {}
+    whole: dict[str, Any] = {}
+    for key, (what, *facts) in told[source].items():
+        if what == "value":
+            whole[key] = facts[0]
+            continue
+        dtype = getattr(torch, facts[1])
+        mine = state.get(key)
+        if what == "rows":
+            local = mine if mine is not None else torch.empty(param.slot.local_shape(transport.rank), dtype=dtype)
+            whole[key] = collect(local.to(param.local.device), param.slot)
+        else:
+            tensor = mine.clone() if mine is not None else torch.empty(facts[0], dtype=dtype, device=param.local.device)
+            transport.broadcast("state", [tensor], source)
+            whole[key] = tensor
+    return whole
