@@ -94,8 +94,8 @@ class Runtime:
         if unit.depth == 0:
             if self._active == 0:
                 self._wake()
-            self._active += 1
             self._bring(unit)
+            self._active += 1
             if self._task is None:
                 unit.stand_leaves()
                 self._trace.append(unit)
@@ -105,6 +105,8 @@ class Runtime:
 
     def leave(self, unit: LiveUnit) -> None:
         """It has computed, or failed."""
+        if unit.depth == 0:
+            return  # its entry failed: nothing to undo, and the cause must not be hidden by another error
         if unit.sharded:
             self.saved.pop()
         unit.depth -= 1
