@@ -59,7 +59,7 @@ class Bundle:
         self.epoch = 0  # the last epoch whose rows of the peers are in `full`
         self._work: Work | None = None
         self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}
-        self._blank = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=pool.device)
+        self._blank = torch.empty(()) if resident else torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=pool.device)
         self._allocate(ledger)
         self._compute, self._local = self.compute_views(), self.local_views()
         self._cuts = pack.cuts_of_full() if resident else pack.cuts_of_pieces()
@@ -192,10 +192,14 @@ class Bundle:
 
     def restore(self, saved: Saved) -> Tensor:
         assert self.full is not None and self.residence is Residence.FULL
-        if saved.index is not None:
+        # A backward that builds a graph (a gradient penalty) saves what it computes with, without our hooks: it
+        # gets a copy that outlives the buffer. Autograd ties the copy to the leaf.
+        builds_graph = torch.is_grad_enabled()
+        if saved.index is not None and not builds_graph:
             return self.params[saved.index].leaf
         with torch.no_grad():
-            return torch.as_strided(self.full, saved.size, saved.stride, saved.offset)
+            view = torch.as_strided(self.full, saved.size, saved.stride, saved.offset)
+            return view.clone() if builds_graph else view
 
 
 class SavedTensors:
