@@ -1,0 +1,106 @@
+"""Saves that go on beside training, and the one object of a run that remembers how the last of them went."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+from zeroshard.checkpoint.records import Peers, Saved, Snapshot
+from zeroshard.checkpoint.saving import Job
+from zeroshard.errors import CheckpointError, ZeroShardError
+
+log = logging.getLogger("zeroshard")
+
+
+class PendingSave:
+    """A save under way in a thread. Python waits for it when the process ends, unless it is killed."""
+
+    def __init__(self, job: Job) -> None:
+        self.path: Path = job.target
+        self._saved: Saved | None = None
+        self._error: Exception | None = None
+        # No daemon: a process that ends while it writes would lose the checkpoint it was promised.
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name=f"save {job.target.name}", daemon=False
+        )
+        self._thread.start()
+
+    def _run(self, job: Job) -> None:
+        try:
+            self._saved = job.run()
+        except Exception as error:  # kept for wait(); a thread has nobody to raise to
+            self._error = error
+            log.error("the background save to %s failed: %s", self.path, error)
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, once it is done."""
+        return self._error if self.done else None
+
+    def wait(self, timeout: float | None = None) -> Saved:
+        """The finished save, or its error."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the background save to {self.path} has not finished after {timeout} s; it goes on."
+            )
+        if self._error is not None:
+            if isinstance(self._error, ZeroShardError):
+                raise self._error
+            raise CheckpointError(
+                f"the background save to {self.path} failed: {self._error}"
+            ) from self._error
+        assert self._saved is not None
+        return self._saved
+
+
+class Saver:
+    """Saves one after another. A background save that failed does not stop the run: the next save reports it
+    and is the retry.
+
+    Every rank makes the same calls in the same order.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.pending: PendingSave | None = None
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        snapshot: Snapshot,
+        *,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Saved | PendingSave:
+        """Save now, or begin to. With `background` the tensors that `snapshot` reads must no longer change (a
+        staging copy)."""
+        failure = self._settle()
+        job = Job(path, snapshot, self.peers, keep, copy=background)
+        job.after_failure = failure
+        if not background:
+            return job.run()
+        self.pending = PendingSave(job)
+        return self.pending
+
+    def wait(self) -> Saved | None:
+        """Wait for the save under way, if any; raises its error."""
+        pending, self.pending = self.pending, None
+        return pending.wait() if pending is not None else None
+
+    def _settle(self) -> str | None:
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return None
+        try:
+            pending.wait()
+        except ZeroShardError as error:
+            log.warning("saving again after the background save to %s failed: %s", pending.path, error)
+            return str(error)
+        return None

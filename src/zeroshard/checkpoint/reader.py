@@ -1,0 +1,170 @@
+"""Reading rows of a checkpoint: by range, through one buffer, each block proven by its checksum before anyone
+sees it."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from zeroshard.checkpoint.elements import DTYPE, byte_view
+from zeroshard.checkpoint.manifest import Entry, Manifest, Span, read_manifest
+from zeroshard.checkpoint.ranges import block_rows, overlaps
+from zeroshard.checkpoint.records import CHUNK
+from zeroshard.checkpoint.shelf import tensors_of
+from zeroshard.checkpoint.tensorfile import open_regular, parse_header, read_header_bytes, read_into
+from zeroshard.checkpoint.wording import quoted, size
+from zeroshard.errors import CheckpointError
+
+_MOST_OPEN = 16
+
+
+class Reader:
+    """An open checkpoint. Files are opened at first use, and proven (size, header) when they are."""
+
+    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
+        self.path = path
+        self.manifest = manifest if manifest is not None else read_manifest(path)
+        self._open: dict[int, int] = {}
+        self._proven: set[int] = set()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def file(self, number: int) -> int:
+        """A descriptor of file `number`. The oldest of those open is closed when there are many."""
+        if number not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[number] = self._prove(number)
+        return self._open[number]
+
+    def _prove(self, number: int) -> int:
+        known = self.manifest.files[number]
+        path = self.path / known.name
+        try:
+            fd = open_regular(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} ({tensors_of(self.manifest, number)})") from error
+        try:
+            total = os.fstat(fd).st_size
+            if total != known.bytes:
+                what = "truncated" if total < known.bytes else "something was added"
+                raise CheckpointError(
+                    f"{path} has {total} bytes and was saved with {known.bytes}: {what} "
+                    f"({tensors_of(self.manifest, number)})."
+                )
+            if number not in self._proven:
+                self._prove_header(fd, number, path)
+                self._proven.add(number)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _prove_header(self, fd: int, number: int, path: Path) -> None:
+        """The header must be the one that was saved, and must say the same as the manifest."""
+        raw = read_header_bytes(fd, path)
+        if zlib.crc32(raw) != self.manifest.files[number].header_sum:
+            raise CheckpointError(f"{path}: the header does not match its checksum: damaged.")
+        spots = parse_header(raw, os.fstat(fd).st_size, path)
+        for entry, span in self.manifest.in_file(number):
+            spot = spots.get(entry.key(span))
+            same = spot and (spot.dtype, spot.shape, spot.offset) == (
+                entry.dtype,
+                entry.rows_shape(span.stop - span.start),
+                span.offset,
+            )
+            if not same:
+                raise CheckpointError(
+                    f"{path}: the header and the manifest disagree about {quoted(entry.name)}."
+                )
+
+    def rows(self, entry: Entry, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, rows) of an entry in order, in chunks. A chunk is valid until the next one is asked
+        for."""
+        for number, first, last in overlaps([(span.start, span.stop) for span in entry.spans], start, stop):
+            yield from self.span_rows(entry, entry.spans[number], first, last)
+
+    def span_rows(
+        self, entry: Entry, span: Span, start: int, stop: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `rows`, within one span. Whole blocks are read, since a checksum covers a block."""
+        width = entry.row_bytes
+        dtype = DTYPE[entry.dtype]
+        if not width:
+            yield start, torch.empty(entry.rows_shape(stop - start), dtype=dtype)
+            return
+        block = block_rows(width, self.manifest.block)
+        step = block * max(1, CHUNK // (block * width))
+        begin = span.start + (start - span.start) // block * block
+        for first in range(begin, stop, step):
+            # Up to the end of the block in which the last wanted row lies, or the end of the span.
+            wanted = min(first + step, stop)
+            last = min(span.stop, span.start + -(-(wanted - span.start) // block) * block)
+            data = self._read(entry, span, first, last, block)
+            rows = data.view(dtype).view((last - first, *entry.shape[1:]) if entry.shape else (1,))
+            keep = rows[max(0, start - first) : wanted - first]
+            yield max(first, start), keep if entry.shape else keep.reshape(())
+
+    def _read(self, entry: Entry, span: Span, first: int, last: int, block: int) -> torch.Tensor:
+        """Rows [first, last) as bytes; `first` begins a block."""
+        width, count = entry.row_bytes, (last - first) * entry.row_bytes
+        fd, path = self.file(span.file), self.path / self.manifest.files[span.file].name
+        if self._buffer.numel() < count:
+            self._buffer = _room(max(count, min(CHUNK, entry.bytes)), entry)
+        data = self._buffer[:count]
+        view = byte_view(data)
+        read_into(fd, view, span.offset + (first - span.start) * width, path)
+        for at in range(0, count, block * width):
+            number = (first - span.start) // block + at // (block * width)
+            if zlib.crc32(view[at : at + block * width]) != span.sum(number):
+                row = first + at // width
+                raise CheckpointError(
+                    f"{path}: rows {row} to {min(row + block, last)} of {quoted(entry.name)} ({entry.kind}) "
+                    "do not match their "
+                    "checksum: damaged."
+                )
+        return data
+
+    def whole(self, entry: Entry) -> torch.Tensor:
+        """All rows of an entry in memory; refused when the machine has not that much left."""
+        if entry.bytes > (free := _free_memory()):
+            raise CheckpointError(
+                f"{quoted(entry.name)} ({entry.kind}) has {size(entry.bytes)} and {size(free)} of memory "
+                "are free."
+            )
+        tensor = torch.empty(entry.shape, dtype=DTYPE[entry.dtype])
+        for first, rows in self.rows(entry, 0, entry.height):
+            (tensor[first : first + rows.shape[0]] if entry.shape else tensor).copy_(rows)
+        return tensor
+
+
+def _room(count: int, entry: Entry) -> torch.Tensor:
+    if count > CHUNK and count > (free := _free_memory()):
+        raise CheckpointError(
+            f"a row of {quoted(entry.name)} has {size(count)} and {size(free)} of memory are free."
+        )
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _free_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return 1 << 62

@@ -1,0 +1,155 @@
+"""What a rank holds, as the checkpoint sees it: the whole seam between the runtime and this package.
+
+The runtime describes its tensors as `Held` records and itself as a `Snapshot`; saving reads rows through
+`Held.read`, loading writes rows through `Held.write`. Nothing here knows about units, tiers or process
+groups.
+
+- **rows**: a range of dim 0 of a named tensor; a tensor without dims has one row.
+- **kind**: what the tensor is. ``parameter`` and ``buffer`` are the model (one namespace); ``state:<key>`` is
+  the optimizer's (``state:exp_avg``); ``rank:<r>`` belongs to rank r alone (its RNG); ``residual…`` to a
+  codec.
+- **span**: rows of one tensor that lie in one file.
+- **block**: the rows of a span that share one checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.checkpoint.elements import dtype_name, height, row_bytes
+
+# Bytes that move at once: what bounds memory while saving and loading (or one row, where a row is more).
+CHUNK = 16 << 20
+BLOCK = 4 << 20  # bytes that share a checksum: small enough that reading part of a span reads little more
+FILE_LIMIT = 4 << 30  # bytes of one rank file
+
+# Kinds whose absence is no error: they belong to one rank of one world size, or to one save.
+OPTIONAL_KINDS = ("rank", "residual", "value", "own")
+
+
+@dataclass(frozen=True)
+class Held:
+    """This rank holds rows [start, stop) of a named tensor, wherever they rest.
+
+    `read(start, stop)` returns those rows (any device; shape ``(stop - start, *shape[1:])``, or ``()`` for a
+    tensor without dims) and may reuse its memory at the next call. `write(start, rows)` stores rows (host
+    memory, of `dtype`) and must have copied them when it returns. Both take row numbers of the whole tensor,
+    and are called by one thread at a time.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: tuple[int, int]
+    read: Callable[[int, int], torch.Tensor]
+    write: Callable[[int, torch.Tensor], None]
+
+    @classmethod
+    def of(cls, name: str, kind: str, local: torch.Tensor, start: int = 0, total: int | None = None) -> Held:
+        """Rows in memory: `local` is rows [start, start + len(local)) of a tensor with `total` rows."""
+        count = local.shape[0] if local.dim() else 1
+        shape = (total if total is not None else count, *local.shape[1:]) if local.dim() else ()
+
+        def read(first: int, last: int) -> torch.Tensor:
+            return local[first - start : last - start] if local.dim() else local
+
+        def write(first: int, rows: torch.Tensor) -> None:
+            with torch.no_grad():
+                place = local[first - start : first - start + rows.shape[0]] if local.dim() else local
+                place.copy_(rows)
+
+        return cls(name, kind, tuple(shape), dtype_name(local.dtype), (start, start + count), read, write)
+
+    @property
+    def height(self) -> int:
+        return height(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that one rank wants saved, or wants loaded into.
+
+    `values` is plain data (see `values.py`) and is the same on every rank: rank 0's is stored. `own` is this
+    rank's alone; it comes back to the rank of that number. Tensors may stand anywhere in either.
+    """
+
+    held: Sequence[Held]
+    values: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+class Peers(Protocol):
+    """How ranks talk while saving and loading. `exchange` is also the only barrier.
+
+    A background save calls it from its own thread while training goes on, so it must not share a process
+    group with the training collectives: give it a group or a store of its own. It raises when a rank does not
+    answer.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Everyone's value (JSON data) in rank order; `what` names the moment for a message about a rank that
+        is missing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The peers of a single rank."""
+
+    rank: int = 0
+    size: int = 1
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        return [value]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished save. `after_failure` says how the background save before it failed, if it did."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    removed: tuple[Path, ...] = ()
+    after_failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load brought: the values, this rank's own (None when the checkpoint has no such rank), and what
+    did not match.
+
+    `absent` are targets that kept what they had, as (kind, name); `unused` are stored tensors nobody wanted;
+    `converted` are targets that were stored in another float dtype.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    own: dict[str, Any] | None
+    world: int
+    absent: tuple[tuple[str, str], ...] = ()
+    unused: tuple[tuple[str, str], ...] = ()
+    converted: tuple[tuple[str, str], ...] = ()
+
+
+def slot(kind: str, name: str) -> tuple[str, str]:
+    """The key by which tensors are matched: parameters and buffers share a namespace, as in a state dict."""
+    return ("model" if kind in ("parameter", "buffer") else kind, name)
+
+
+def optional(kind: str) -> bool:
+    return kind.split(":", 1)[0] in OPTIONAL_KINDS

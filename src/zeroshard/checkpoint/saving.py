@@ -1,0 +1,260 @@
+"""Saving: every rank streams its rows into files, rank 0 writes the manifest last and moves the whole into
+place.
+
+Each part runs on all ranks through `together`, so that all of them succeed or all of them raise the same
+text. Until the last move nothing at the target has changed; whatever fails before leaves the old checkpoints
+as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint import claim, disk, shelf
+from zeroshard.checkpoint.agree import AgreedError, on_first, together
+from zeroshard.checkpoint.elements import SIZE, as_bytes, height, row_bytes
+from zeroshard.checkpoint.manifest import NAME, Entry, Head, Manifest, RankFile, Span, encode
+from zeroshard.checkpoint.ranges import (
+    Described,
+    Task,
+    assign,
+    block_rows,
+    check_description,
+    into_files,
+    merge,
+)
+from zeroshard.checkpoint.records import BLOCK, CHUNK, FILE_LIMIT, Held, Peers, Saved, Snapshot, slot
+from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
+from zeroshard.checkpoint.values import pack
+from zeroshard.checkpoint.wording import quoted, size
+from zeroshard.errors import CheckpointError
+
+
+class Job:
+    """One save, prepared in the caller's thread (so that later changes of values do not show) and run in any
+    thread."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        snapshot: Snapshot,
+        peers: Peers,
+        keep: int | None = None,
+        copy: bool = False,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(
+                f"keep={keep} would remove the checkpoint just saved; pass 1 or more, or None for all."
+            )
+        self.target = Path(os.path.abspath(path))
+        self.peers = peers
+        self.keep = keep
+        self.after_failure: str | None = None
+        self.step = snapshot.values.get("step")
+        self._ticket: claim.Claim | None = None
+        self._unstorable: CheckpointError | None = None
+        self.values: Any = {}
+        self.own: Any = {}
+        self.held = [*snapshot.held]
+        try:
+            self._take_values(snapshot, copy)
+        except CheckpointError as error:  # raised by `_describe`, where every rank learns of it
+            self._unstorable = error
+
+    def _take_values(self, snapshot: Snapshot, copy: bool) -> None:
+        self.values, shared = pack(snapshot.values if self.peers.rank == 0 else {}, copy)
+        self.own, private = pack(snapshot.own, copy)
+        self.held += [Held.of(name, "value", tensor) for name, tensor in shared.items()]
+        self.held += [Held.of(name, f"own:{self.peers.rank}", tensor) for name, tensor in private.items()]
+
+    def run(self) -> Saved:
+        """Save; on any failure remove what was begun, and raise on every rank."""
+        began = time.perf_counter()
+        try:
+            described = together(self.peers, "describing what to save", self._describe)
+            tensors, tasks = self._divide(described)
+            token = on_first(self.peers, "preparing to save", lambda: self._begin(tensors))
+            staging = claim.holder_of(self.target) / token
+            wrote = together(self.peers, "writing", lambda: self._write(staging, tasks[self.peers.rank]))
+            own = [answer["own"] for answer in described]
+            done = on_first(self.peers, "finishing", lambda: self._finish(tensors, wrote, own))
+        except AgreedError as error:
+            raise self._reported(error) from error
+        finally:
+            if self._ticket is not None:
+                self._ticket.release()
+        removed = tuple(Path(name) for name in done["removed"])
+        return Saved(self.target, done["bytes"], time.perf_counter() - began, removed, self.after_failure)
+
+    def _describe(self) -> dict[str, Any]:
+        if self._unstorable is not None:
+            raise self._unstorable
+        seen: set[tuple[str, str]] = set()
+        for held in self.held:
+            check_description(held.kind, held.name, held.shape, held.dtype)
+            if slot(held.kind, held.name) in seen:
+                raise CheckpointError(f"{quoted(held.name)} ({held.kind}) is given twice.")
+            seen.add(slot(held.kind, held.name))
+        return {
+            "held": [[h.kind, h.name, list(h.shape), h.dtype, *h.rows] for h in self.held],
+            "own": self.own,
+        }
+
+    def _divide(self, described: Sequence[Any]) -> tuple[list[Described], list[list[Task]]]:
+        """Who writes what: the same answer, or the same error, on every rank, since all compute it from the
+        same data."""
+        try:
+            tensors = merge([answer["held"] for answer in described])
+            return tensors, assign(tensors, self.peers.size)
+        except CheckpointError as error:
+            raise AgreedError(str(error)) from error
+
+    def _begin(self, tensors: Sequence[Described]) -> str:
+        """Rank 0: take the path, and see that there is room before anyone writes."""
+        shelf.clean(self.target.parent)
+        self._ticket = claim.take(self.target)
+        need = sum(height(tensor.shape) * row_bytes(tensor.shape, tensor.dtype) for tensor in tensors)
+        free = disk.free_bytes(self._ticket.staging)
+        if free < need:
+            raise CheckpointError(
+                f"saving to {self.target} needs {size(need)} and {size(free)} are free on its disk. Free "
+                "space, save "
+                "elsewhere, or pass keep= to remove old checkpoints."
+            )
+        return self._ticket.token
+
+    def _write(self, staging: Path, tasks: list[Task]) -> dict[str, Any]:
+        """This rank's files. Returns what the manifest needs to know about them."""
+        # Larger elements first: then every tensor begins at a multiple of its element size.
+        tasks = sorted(tasks, key=lambda task: -SIZE[self.held[task.index].dtype])
+        widths = [held.row_bytes for held in self.held]
+        files, spans = [], []
+        for part, group in enumerate(into_files(tasks, widths, FILE_LIMIT)):
+            name = f"rank-{self.peers.rank:05d}-of-{self.peers.size:05d}" + (f"-{part:04d}" if part else "")
+            file, found = write_file(staging / f"{name}.safetensors", self.held, group)
+            spans += [[part, *span] for span in found]
+            files.append(file)
+        return {"files": files, "spans": spans}
+
+    def _finish(
+        self, tensors: Sequence[Described], wrote: Sequence[Any], own: Sequence[Any]
+    ) -> dict[str, Any]:
+        ticket = self._ticket
+        assert ticket is not None
+        manifest = replace(
+            assemble(tensors, wrote, self.values, own),
+            head=Head(shelf.next_serial(self.target.parent), time.time(), _step(self.step)),
+        )
+        if wrong := shelf.missing_files(ticket.staging, manifest):
+            number, problem = next(iter(wrong.items()))
+            raise CheckpointError(
+                f"{manifest.files[number].name}, just written by its rank, {problem} as rank 0 sees it in "
+                f"{ticket.staging}. "
+                "All ranks must save to one shared folder, and nothing else may write there."
+            )
+        disk.write_file(ticket.staging / NAME, encode(manifest))
+        ticket.commit()
+        removed = shelf.retire(self.target, self.keep) if self.keep else ()
+        return {"bytes": manifest.bytes, "removed": [str(path) for path in removed]}
+
+    def _reported(self, error: AgreedError) -> CheckpointError:
+        """The error with the way out: which checkpoint is good."""
+        here = "" if self.peers.rank else shelf.advice(self.target)
+        old = "" if self.peers.rank or not shelf.is_complete(self.target) else f" {self.target} is as it was."
+        hint = self.peers.exchange(here + old, "reporting a failed save")[0]
+        return CheckpointError(f"{error} Nothing was saved to {self.target}. {hint}")
+
+
+def save(path: str | os.PathLike[str], snapshot: Snapshot, peers: Peers, *, keep: int | None = None) -> Saved:
+    """Save what the ranks hold to `path`, together; raises `CheckpointError` with one text on every rank.
+
+    A complete checkpoint at `path` is replaced in one step when the new one is complete. `keep` then removes
+    the oldest of its family beyond that many. See `background.Saver` for saves that go on beside training.
+    """
+    return Job(path, snapshot, peers, keep).run()
+
+
+def write_file(path: Path, held: Sequence[Held], tasks: Sequence[Task]) -> tuple[list[Any], list[list[Any]]]:
+    """Stream rows into one file: ``[name, bytes, header checksum]``, and ``[index, start, stop, offset,
+    checksums]`` each."""
+    table = []
+    for task in tasks:
+        item = held[task.index]
+        shape = (task.stop - task.start, *item.shape[1:]) if item.shape else ()
+        table.append((f"{item.kind}:{item.name}[{task.start}:{task.stop}]", item.dtype, shape))
+    header, spots = header_of(table, {"format": "pt", "by": "zeroshard"})
+    writer = TensorFileWriter(path, header)
+    try:
+        spans = []
+        for task, spot in zip(tasks, spots, strict=True):
+            sums = _stream(held[task.index], task, writer)
+            spans.append([task.index, task.start, task.stop, spot.offset, sums.hex()])
+        writer.close()
+    finally:
+        writer.abandon()
+    return [path.name, writer.written, writer.header_sum], spans
+
+
+def _stream(held: Held, task: Task, writer: TensorFileWriter) -> bytes:
+    """Write the rows of one task chunk by chunk; returns the checksums of its blocks."""
+    width = held.row_bytes
+    sums = bytearray()
+    if not width:
+        return bytes(sums)
+    block = block_rows(width, BLOCK)
+    step = block * max(1, CHUNK // (block * width))
+    for start in range(task.start, task.stop, step):
+        stop = min(start + step, task.stop)
+        data = as_bytes(held.read(start, stop))
+        if len(data) != (stop - start) * width:
+            raise CheckpointError(
+                f"{quoted(held.name)} ({held.kind}): reading rows {start} to {stop} gave {len(data)} bytes, "
+                "expected "
+                f"{(stop - start) * width}."
+            )
+        for at in range(0, len(data), block * width):
+            piece = data[at : at + block * width]
+            sums += zlib.crc32(piece).to_bytes(4, "big")
+            writer.write(piece)
+    return bytes(sums)
+
+
+def assemble(tensors: Sequence[Described], wrote: Sequence[Any], values: Any, own: Sequence[Any]) -> Manifest:
+    """The manifest of what all ranks wrote; its head is still to be filled in."""
+    files: list[RankFile] = []
+    spans: dict[tuple[int, int], list[Span]] = {}
+    for rank, answer in enumerate(wrote):
+        first = len(files)
+        files += [RankFile(*file) for file in answer["files"]]
+        for part, index, start, stop, offset, sums in answer["spans"]:
+            spans.setdefault((rank, index), []).append(
+                Span(start, stop, first + part, offset, bytes.fromhex(sums))
+            )
+    entries = []
+    for tensor in tensors:
+        mine = [span for holder in tensor.holders for span in spans.get((holder.rank, holder.index), ())]
+        ordered = tuple(sorted(mine, key=lambda span: span.start))
+        entries.append(Entry(tensor.kind, tensor.name, tensor.shape, tensor.dtype, ordered))
+    head = Head(0, 0.0, None)
+    return Manifest(head, len(wrote), BLOCK, versions(), tuple(files), tuple(entries), values, tuple(own))
+
+
+def versions() -> dict[str, str]:
+    try:
+        ours = version("zeroshard")
+    except PackageNotFoundError:  # run from a source tree
+        ours = "unknown"
+    return {"zeroshard": ours, "torch": str(torch.__version__)}
+
+
+def _step(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

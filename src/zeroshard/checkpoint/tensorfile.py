@@ -1,0 +1,207 @@
+"""A safetensors file, written as a stream and read by range: 8 bytes of header length, a JSON header, raw
+bytes.
+
+The library of that name wants whole tensors in memory; a rank's rows come in chunks from whatever tier holds
+them. The files are the same: tensors one after another without holes, larger element sizes first so that each
+begins aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zeroshard.checkpoint import disk
+from zeroshard.checkpoint.elements import CODE, NAME_OF_CODE, SIZE
+from zeroshard.checkpoint.plainjson import parse
+from zeroshard.checkpoint.wording import os_error, quoted
+from zeroshard.errors import CheckpointError
+
+# Bytes: a header is read whole, so a claim of more is refused before anything is allocated.
+HEADER_LIMIT = 64 << 20
+_ALIGN = 64
+_GATHER = 1 << 20  # bytes: small tensors are collected to this before they are written
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One tensor of a file; `offset` counts from the start of the file."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * SIZE[self.dtype]
+
+
+def header_of(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
+) -> tuple[bytes, list[Spot]]:
+    """The first bytes of a file with these (key, dtype, shape) in order, and where each tensor will lie."""
+    table: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for key, dtype, shape in tensors:
+        if key in table:
+            raise CheckpointError(
+                f"a safetensors file cannot hold a tensor named {quoted(key)} here: the name is taken."
+            )
+        count = prod(shape) * SIZE[dtype]
+        table[key] = {"dtype": CODE[dtype], "shape": list(shape), "data_offsets": [at, at + count]}
+        at += count
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    begin = 8 + len(text)
+    spots = [
+        Spot(key, dtype, tuple(shape), begin + table[key]["data_offsets"][0]) for key, dtype, shape in tensors
+    ]
+    return len(text).to_bytes(8, "little") + text, spots
+
+
+class TensorFileWriter:
+    """Writes bytes in order to a new file. `close` returns once they are on the device."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path = path
+        self.written = 0
+        self.header_sum = zlib.crc32(header)
+        self._gathered = bytearray()
+        self._flushed = 0
+        try:
+            self._fd = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+            )
+        except OSError as error:
+            raise os_error(error, "creating", path) from error
+        self.write(memoryview(header))
+
+    def write(self, data: memoryview) -> None:
+        self.written += len(data)
+        if len(data) < _GATHER // 4:
+            self._gathered += data
+            if len(self._gathered) < _GATHER:
+                return
+            data = memoryview(b"")
+        if self._gathered:
+            self._put(memoryview(self._gathered))
+            self._gathered = bytearray()
+        self._put(data)
+
+    def _put(self, data: memoryview) -> None:
+        try:
+            while data:
+                data = data[disk.write(self._fd, data) :]
+            if self.written - self._flushed >= disk.WRITEBACK:
+                disk.start_writeback(self._fd, self._flushed, self.written - self._flushed)
+                self._flushed = self.written
+        except OSError as error:
+            raise os_error(error, "writing", self.path) from error
+
+    def close(self) -> None:
+        try:
+            self._put(memoryview(self._gathered))
+            disk.sync(self._fd)
+        except OSError as error:
+            raise os_error(error, "writing", self.path) from error
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close without a promise about what is on the device."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def open_regular(path: Path, follow: bool = False) -> int:
+    """A file descriptor for reading a regular file: no link (unless `follow`), no pipe, no device."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        raise os_error(error, "opening", path) from error
+    except ValueError as error:  # a NUL in the name
+        raise CheckpointError(f"opening {str(path)!a} failed: {error}.") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path} is not a regular file.")
+    return fd
+
+
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` from `offset`, or say that the file is too short."""
+    at = 0
+    try:
+        while at < len(buffer):
+            count = os.preadv(fd, [buffer[at:]], offset + at)
+            if not count:
+                raise CheckpointError(
+                    f"{path} ends at byte {offset + at} and {len(buffer) - at} more are needed: truncated."
+                )
+            at += count
+    except OSError as error:
+        raise os_error(error, "reading", path) from error
+
+
+def read_header_bytes(fd: int, path: Path) -> bytes:
+    """The length word and the header, after checking the claim against the file's size and our limit."""
+    total = os.fstat(fd).st_size
+    if total < 8:
+        raise CheckpointError(f"{path} has {total} bytes: too short for a safetensors file.")
+    word = bytearray(8)
+    read_into(fd, memoryview(word), 0, path)
+    length = int.from_bytes(word, "little")
+    if length > total - 8 or length > HEADER_LIMIT:
+        raise CheckpointError(
+            f"{path} claims a header of {length} bytes; the file has {total} and headers may have "
+            f"{HEADER_LIMIT}. "
+            "It is damaged or not a safetensors file."
+        )
+    text = bytearray(length)
+    read_into(fd, memoryview(text), 8, path)
+    return bytes(word + text)
+
+
+def parse_header(raw: bytes, total: int, path: Path) -> dict[str, Spot]:
+    """The tensors that a header names, each proven to lie inside a file of `total` bytes."""
+    table = parse(raw[8:], str(path))
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: the header is not an object.")
+    spots = {}
+    for key, entry in table.items():
+        if key != "__metadata__":
+            spots[key] = _spot(key, entry, len(raw), total, path)
+    return spots
+
+
+def _spot(key: str, entry: Any, begin: int, total: int, path: Path) -> Spot:
+    wrong = CheckpointError(
+        f"{path}: the header's entry for {quoted(key)} is malformed or points outside the file."
+    )
+    if not isinstance(entry, dict):
+        raise wrong
+    shape, offsets, code = _counts(entry.get("shape")), _counts(entry.get("data_offsets")), entry.get("dtype")
+    if shape is None or offsets is None or len(offsets) != 2 or not isinstance(code, str):
+        raise wrong
+    if code not in NAME_OF_CODE:
+        raise CheckpointError(f"{path}: {quoted(key)} has element type {quoted(code)}, which is not known.")
+    spot = Spot(key, NAME_OF_CODE[code], shape, begin + offsets[0])
+    if offsets[1] - offsets[0] != spot.bytes or begin + offsets[1] > total:
+        raise wrong
+    return spot
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    """A short list of numbers that could be sizes or offsets; None for anything else."""
+    if not isinstance(value, list) or len(value) > 32:
+        return None
+    return tuple(value) if all(type(number) is int and 0 <= number < 1 << 60 for number in value) else None

@@ -1,0 +1,66 @@
+"""Proving a checkpoint: every file, every header, every block. Collects all that is wrong instead of stopping
+at the first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroshard.checkpoint import shelf
+from zeroshard.checkpoint.manifest import NAME, read_manifest
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.errors import CheckpointError
+
+_MOST = 1000  # problems listed
+
+
+@dataclass(frozen=True)
+class Report:
+    """`problems` is empty when every byte is as it was saved; `strangers` are files that are no part of the
+    checkpoint."""
+
+    path: Path
+    files: int
+    tensors: int
+    bytes: int
+    problems: tuple[str, ...]
+    strangers: tuple[str, ...]
+    advice: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None) -> Report:
+    """Read all of a checkpoint against its checksums. `progress` is told the bytes read since it was last
+    told."""
+    folder = Path(os.path.abspath(path))
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return Report(folder, 0, 0, 0, (str(error),), (), shelf.advice(folder))
+    problems: list[str] = []
+    with Reader(folder, manifest) as reader:
+        for number in range(len(manifest.files)):
+            try:
+                reader.file(number)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for entry, span in sorted(manifest.in_file(number), key=lambda item: item[1].offset):
+                try:
+                    for _, rows in reader.span_rows(entry, span, span.start, span.stop):
+                        progress(rows.nbytes)
+                except CheckpointError as error:
+                    problems.append(str(error))
+                if len(problems) >= _MOST:
+                    break
+    known = {NAME, *(file.name for file in manifest.files)}
+    strangers = tuple(sorted(name for name in os.listdir(folder) if name not in known))
+    advice = shelf.advice(folder) if problems else ""
+    return Report(
+        folder, len(manifest.files), len(manifest.entries), manifest.bytes, tuple(problems), strangers, advice
+    )
