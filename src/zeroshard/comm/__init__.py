@@ -1,8 +1,20 @@
 """Transports: how pieces move between ranks, and who may read what when. See `Transport`."""
 
 from .connect import connect
+from .gloo import GlooTransport
 from .local import LocalTransport
+from .nccl import NcclTransport
 from .shm import ShmTransport
 from .transport import Counters, Region, Transport, Work
 
-__all__ = ["Counters", "LocalTransport", "Region", "ShmTransport", "Transport", "Work", "connect"]
+__all__ = [
+    "Counters",
+    "GlooTransport",
+    "LocalTransport",
+    "NcclTransport",
+    "Region",
+    "ShmTransport",
+    "Transport",
+    "Work",
+    "connect",
+]

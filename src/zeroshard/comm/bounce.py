@@ -32,9 +32,13 @@ def land(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def broadcast(
-    tensors: Sequence[torch.Tensor], bounce: torch.Tensor, sends: bool, meet: Callable[[], object]
+    tensors: Sequence[torch.Tensor], bounce: torch.Tensor, sends: bool, move: Callable[[int, int], object]
 ) -> None:
-    """Pass `tensors` through `bounce` (2 * HALF bytes). `meet` is a barrier, called equally often by all."""
+    """Pass `tensors` through `bounce`, 2 * HALF bytes.
+
+    `move(start, stop)` returns when every rank's `bounce[start:stop]` is that of the sender. All ranks
+    call it alike, and it returns on none before all have come to it.
+    """
     half, used = 0, 0
     moves: list[tuple[torch.Tensor, torch.Tensor]] = []
     landings: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -43,7 +47,7 @@ def broadcast(
         buffers, parts = [buffer for buffer, _ in moves], [part for _, part in moves]
         if sends and moves:
             torch._foreach_copy_(buffers, parts)
-        meet()
+        move(half * HALF, half * HALF + used)
         if moves and not sends:
             torch._foreach_copy_(parts, buffers)
         for tensor, flat in landings:
@@ -64,5 +68,3 @@ def broadcast(
         if not sends:
             landings.append((tensor, flat))
     turn()
-    # The next broadcast starts at the first half again, which a slow peer may still be reading.
-    meet()

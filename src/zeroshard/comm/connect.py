@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.errors import OptionError
 
+from .gloo import GlooTransport
 from .local import LocalTransport
+from .nccl import NcclTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
 from .transport import Transport
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "connect"]
 
 NAMES = ("auto", "local", "shm", "gloo", "nccl")
-
-# How many transports each set of ranks has made in this process: part of the name under which they meet.
-_made: Counter[tuple[int, ...]] = Counter()
 
 
 def connect(
@@ -59,24 +57,32 @@ def connect(
         )
     store = _own_store(group)
     chosen = _choose(Rendezvous(store, rank, size, timeout), device, transport, group)
+    if chosen == "nccl":
+        return NcclTransport(store, group if group is not None else _world(), device, timeout)
     if chosen == "shm":
         try:
             return ShmTransport(store, rank, size, device, timeout)
         except OptionError:
             if transport != "auto":
                 raise
-            chosen = "gloo"
-    raise OptionError(f"transport {chosen!r} is not available")
+    return GlooTransport(store, rank, size, device, timeout)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _own_store(group: dist.ProcessGroup | None) -> Store:
     """A part of the group's store that no other transport uses."""
-    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-    _made[ranks] += 1
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else _world()))
     # A restarted run may meet what the last attempt left in the store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     members = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
-    return PrefixStore(f"zeroshard/{attempt}/{members}/{_made[ranks]}", _get_default_store())
+    ours = PrefixStore(f"zeroshard/{attempt}/{members}", _get_default_store())
+    # How many transports this rank has made, counted in the store: ranks may be threads of one process.
+    return PrefixStore(str(ours.add(f"made/{dist.get_rank()}", 1)), ours)
 
 
 def _choose(

@@ -25,6 +25,7 @@ from zeroshard.errors import OptionError, RankError
 
 from . import memfd
 from .rendezvous import Rendezvous
+from .watch import disagreement
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -45,7 +46,7 @@ _MAIL_HEAD = struct.Struct("qq")
 _MAIL = 1 << 16
 _BYTES = _MAIL_AT + 2 * _MAIL
 
-SPIN = 20e-6
+SPIN = 50e-6
 NAP, LONG_NAP = 20e-6, 200e-6
 HEALTH = 0.2
 PATIENCE = 5.0
@@ -139,6 +140,7 @@ class Control:
         while time.perf_counter() - start < SPIN:
             if self.reached(word, target):
                 return
+            os.sched_yield()
         self._write_text(_TEXT_AT, _TEXT, what())
         self._mine[WAIT_COUNT] += 1
         self._mine[WAIT_TARGET] = target
@@ -240,7 +242,7 @@ class Control:
 
     def _compare_labels(self, labels: list[str]) -> None:
         if len(set(labels)) > 1:
-            raise RankError(_disagreement(labels))
+            raise RankError(disagreement(labels))
 
     def _write_text(self, at: int, room: int, text: str) -> None:
         data = text.encode()[: room - 8]
@@ -265,19 +267,11 @@ class _Stillness:
         if None in seen or seen != self._seen:
             self._seen, self._since = seen, now
             return None
-        return _disagreement(self._control.waits()) if now - self._since > PATIENCE else None
-
-
-def _disagreement(labels: list[str]) -> str:
-    listed = "; ".join(f"rank {rank} waits for {label}" for rank, label in enumerate(labels))
-    return (
-        f"ranks wait for different things and none can go on: {listed}. Every rank must run the same "
-        "program; check branches, loop lengths and early exits that depend on the rank."
-    )
+        return disagreement(self._control.waits()) if now - self._since > PATIENCE else None
 
 
 def _process_state(pid: int) -> tuple[str, str]:
-    """(state letter, start time) of a process, or empty if there is none. The start tells reused pids apart."""
+    """(state letter, start time) of a process, or empty. The start time tells reused pids apart."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -16,7 +16,6 @@ import json
 import os
 import struct
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -212,8 +211,11 @@ class ShmTransport(Transport):
             room = 2 * bounce.HALF if sends else 0
             buffer = self._bounces[source] = self.allocate(f"broadcast from {source}", room, torch.uint8)
         with self.counters.waiting("broadcast"):
-            meet = partial(self._control.mail, f"broadcast '{key}'", b"")
-            bounce.broadcast(tensors, buffer.peers[source], sends, meet)
+            label = f"broadcast '{key}'"
+            whole = buffer.peers[source]
+            bounce.broadcast(tensors, whole, sends, lambda start, stop: self._control.mail(label, b""))
+            # The next broadcast starts at the first half again, which a slow peer may still be reading.
+            self._control.mail(label, b"")
         self._count_broadcast(tensors, source)
 
     # The end

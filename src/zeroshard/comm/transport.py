@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import torch
 
 from zeroshard.errors import RankError
 
-__all__ = ["Counters", "Cuts", "Done", "Region", "Transport", "Work"]
+__all__ = ["Counters", "Cuts", "Done", "Region", "Transport", "Work", "fold", "slices"]
 
 Cuts = Sequence[Sequence[tuple[int, int]]]
 
@@ -190,6 +191,12 @@ class Transport(ABC):
             self.counters.add_sent("broadcast", total * (self.size - 1))
         else:
             self.counters.add_received("broadcast", total)
+
+
+def slices(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Consecutive parts of a flat tensor, from its beginning."""
+    ends = list(accumulate(lengths))
+    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def fold(rows: Sequence[Sequence[float]], how: str) -> list[float]:

@@ -1,0 +1,307 @@
+"""Ranks on several hosts without GPUs: pieces over gloo's sends and receives, and a sum on the host.
+
+Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather is slow; this moves the ideal
+volume.
+
+- **stage**: host memory into which the peers' pieces arrive, one per key and reused for ever.
+- **pack**: this rank's segments of a gather one after another, where they are not one already.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from zeroshard.errors import RankError
+
+from . import bounce, failure
+from .link import Job, Link
+from .sums import sum_pieces
+from .transport import Cuts, Region, Transport, Work, fold, slices
+from .watch import disagreement
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["GlooTransport"]
+
+# A letter has a head of this size: label and length, and the value itself where it fits.
+_HEAD = 1024
+_LABEL = 400
+
+Finish = Callable[[], None]
+
+
+class GlooTransport(Transport):
+    """Sends and receives over gloo. Regions are host memory, also where the device is a GPU."""
+
+    name = "gloo"
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__(rank, size, device if device is not None else torch.device("cpu"))
+        self._link = Link(store, rank, size, timeout)
+        self._link.tag("mail", 0)
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._lanes_used = 0
+        self._lanes_free: list[int] = []
+        self._pending: dict[Region, list[_Move]] = {}
+        self._sends: dict[Region, list[Job]] = {}
+        self._bounce: torch.Tensor | None = None
+        failure.listen(self)
+
+    # Regions
+
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        lane = self._lanes_free.pop() if self._lanes_free else self._lanes_used + 1
+        self._lanes_used = max(self._lanes_used, lane)
+        told = [json.loads(text) for text in self._mail(f"region '{key}'", [str(dtype), lane])]
+        if any(item != told[0] for item in told):
+            raise RankError(
+                f"ranks allocate different regions as '{key}': {told} (dtype and lane in rank order). "
+                "Every rank must build the same model; check code that depends on the rank."
+            )
+        self._link.tag(f"reduce {lane}", 2 * lane)
+        self._link.tag(f"gather {lane}", 2 * lane + 1)
+        return Region(key, torch.zeros(numel, dtype=dtype), lane)
+
+    def free(self, region: Region) -> None:
+        self._settle(region)
+        self._lanes_free.append(region.lane)
+        region.mine = region.mine.new_empty(0)
+        region.state.clear()
+
+    def fill(self, region: Region) -> None:
+        if self._pending.get(region) or self._sends.get(region):
+            with self.counters.waiting("fill"):
+                self._settle(region)
+
+    def _settle(self, region: Region) -> None:
+        """Finish what this rank has started on a region."""
+        for move in self._pending.pop(region, []):
+            move.wait()
+        for job in self._sends.pop(region, []):
+            self._link.wait(job)
+
+    # Traffic
+
+    def reduce(
+        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+    ) -> Work:
+        self._finish_last(wire, key)
+        mine = pieces[self.rank]
+        stage = self._stage(wire, f"reduce {key}", mine * (self.size - 1))
+        landing = slices(stage, [mine] * (self.size - 1))
+        receives = list(zip(self._peers, landing, strict=True)) if mine else []
+        offered = slices(wire.mine, pieces)
+        sends = [(peer, offered[peer]) for peer in self._peers if pieces[peer]]
+        label = f"its {kind} [{key}]"
+        got, sent = self._link.start(label, f"reduce {wire.lane}", receives, sends)
+        sources = [*landing[: self.rank], offered[self.rank], *landing[self.rank :]]
+        move = _Move(self, kind, got, lambda: sum_pieces(out, sources, scale))
+        self._begin(wire, key, move, sent)
+        self._count_reduce(kind, pieces, wire.mine.element_size())
+        return move
+
+    def gather(
+        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        self._finish_last(source, key)
+        totals = [sum(numel for _, numel in segments) for segments in cuts]
+        mine = self._pack(source, key, cuts[self.rank])
+        sends = [(peer, mine) for peer in self._peers] if totals[self.rank] else []
+        targets: list[torch.Tensor] = list(out[self.rank])
+        sources = [source.mine[at : at + numel] for at, numel in cuts[self.rank]] if targets else []
+        receives = []
+        direct = [_lands_directly(tensors, source.mine.dtype) for tensors in out]
+        staged = [peer for peer in self._peers if totals[peer] and not direct[peer]]
+        stage = self._stage(source, f"gather {key}", sum(totals[peer] for peer in staged))
+        parts = dict(zip(staged, slices(stage, [totals[peer] for peer in staged]), strict=True))
+        for peer in self._peers:
+            if peer in parts:
+                targets += out[peer]
+                sources += slices(parts[peer], [numel for _, numel in cuts[peer]])
+            if totals[peer]:
+                receives.append((peer, parts[peer] if peer in parts else out[peer][0].detach().view(-1)))
+        got, sent = self._link.start(f"its {kind} [{key}]", f"gather {source.lane}", receives, sends)
+        move = _Move(self, kind, got, lambda: _copy(targets, sources))
+        self._begin(source, key, move, sent)
+        self._count_gather(kind, cuts, source.mine.element_size())
+        return move
+
+    def _pack(self, source: Region, key: str, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
+        if len(segments) == 1:
+            at, numel = segments[0]
+            return source.mine[at : at + numel]
+        pack = self._stage(source, f"pack {key}", sum(numel for _, numel in segments))
+        if segments:
+            for job in self._sends.pop(source, []):
+                self._link.wait(job)
+            parts = slices(pack, [numel for _, numel in segments])
+            torch._foreach_copy_(parts, [source.mine[at : at + numel] for at, numel in segments])
+        return pack
+
+    def _stage(self, region: Region, name: str, numel: int) -> torch.Tensor:
+        held = region.state.get(name)
+        if held is None or held.numel() != numel:
+            held = region.state[name] = torch.empty(numel, dtype=region.mine.dtype)
+        return cast(torch.Tensor, held)
+
+    def _finish_last(self, region: Region, key: str) -> None:
+        """A key's stage is in use until its last operation has ended."""
+        last = region.state.get(f"last {key}")
+        if last is not None:
+            cast(_Move, last).wait()
+
+    def _begin(self, region: Region, key: str, move: _Move, sent: Job) -> None:
+        region.state[f"last {key}"] = move
+        open_moves = [other for other in self._pending.get(region, []) if not other.ended]
+        self._pending[region] = [*open_moves, move]
+        open_sends = [job for job in self._sends.get(region, []) if not job.done]
+        self._sends[region] = [*open_sends, sent]
+
+    def open(self) -> None:
+        return None
+
+    def fence(self) -> None:
+        with self.counters.waiting("fence"):
+            for region in list(self._sends):
+                self._settle(region)
+
+    # Small agreements
+
+    def _mail(self, label: str, value: object) -> list[bytes]:
+        return self._letters(label, json.dumps(value).encode())
+
+    def _letters(self, label: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order. All ranks must send under the same label at the same time."""
+        with self.counters.waiting("agree"):
+            name = label.encode()[:_LABEL]
+            room = _HEAD - 16 - len(name)
+            head = struct.pack("qq", len(name), len(payload)) + name + payload[:room]
+            heads = self._swap(label, head.ljust(_HEAD, b"\0"), [_HEAD] * self.size)
+            names, rests, starts = [], [], []
+            for got in heads:
+                length, total = struct.unpack_from("qq", got)
+                names.append(got[16 : 16 + length].decode(errors="replace"))
+                starts.append(got[16 + length :][:total])
+                rests.append(total - len(starts[-1]))
+            if len(set(names)) > 1:
+                raise RankError(disagreement(names))
+            ends = self._swap(label, payload[room:], rests) if any(rests) else [b""] * self.size
+        return [start + end for start, end in zip(starts, ends, strict=True)]
+
+    def _swap(self, label: str, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
+        out = (
+            torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            if mine
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        buffers = {
+            peer: torch.empty(lengths[peer], dtype=torch.uint8) for peer in self._peers if lengths[peer]
+        }
+        sends = [(peer, out) for peer in self._peers] if mine else []
+        got, sent = self._link.start(label, "mail", list(buffers.items()), sends)
+        self._link.wait(got)
+        self._link.wait(sent)
+        return [
+            mine if rank == self.rank else bytes(buffers[rank].numpy()) if rank in buffers else b""
+            for rank in range(self.size)
+        ]
+
+    def barrier(self, what: str) -> None:
+        self._letters(f"barrier '{what}'", b"")
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return self._fold("max", values)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return self._fold("sum", values)
+
+    def _fold(self, how: str, values: Sequence[float]) -> list[float]:
+        rows = self._letters(f"a small {how}", struct.pack(f"{len(values)}d", *values))
+        return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
+
+    def exchange(self, value: object) -> list[object]:
+        return [json.loads(text) for text in self._mail("an exchange", value)]
+
+    def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        label = f"broadcast '{key}'"
+        self._letters(label, b"")
+        if self._bounce is None:
+            self._bounce = torch.empty(2 * bounce.HALF, dtype=torch.uint8)
+        buffer, sends = self._bounce, self.rank == source
+
+        def move(start: int, stop: int) -> None:
+            part = buffer[start:stop]
+            receives = [(source, part)] if not sends and stop > start else []
+            targets = [(peer, part) for peer in self._peers] if sends and stop > start else []
+            for job in self._link.start(label, "mail", receives, targets):
+                self._link.wait(job)
+
+        with self.counters.waiting("broadcast"):
+            bounce.broadcast(tensors, buffer, sends, move)
+        self._count_broadcast(tensors, source)
+
+    # The end
+
+    def guard(self, overdue: Callable[[], str | None], give_up: Callable[[str], None]) -> None:
+        """Also watch waits that this transport does not do itself. See `Link.guard`."""
+        self._link.guard(overdue, give_up)
+
+    def report(self, text: str) -> None:
+        self._link.report(text)
+
+    def close(self) -> None:
+        failure.unlisten(self)
+        self._link.close()
+        self._pending.clear()
+        self._sends.clear()
+        self._bounce = None
+
+
+class _Move:
+    """Waits for what the peers send, then puts it where it belongs."""
+
+    __slots__ = ("_finish", "_job", "_kind", "_transport", "ended")
+
+    def __init__(self, transport: GlooTransport, kind: str, job: Job, finish: Finish) -> None:
+        self._transport, self._kind, self._job = transport, kind, job
+        self._finish: Finish | None = finish
+        self.ended = False
+
+    def poll(self) -> bool:
+        # Gloo cannot be asked whether a message is there. It comes in meanwhile, on gloo's own thread.
+        return self.ended
+
+    def wait(self) -> None:
+        if self.ended:
+            return
+        with self._transport.counters.waiting(self._kind):
+            self._transport._link.wait(self._job)
+        self.ended = True
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            with torch.no_grad():
+                finish()
+
+
+def _lands_directly(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether a peer's message can be received into its place."""
+    return len(tensors) == 1 and tensors[0].dtype == dtype and tensors[0].device.type == "cpu"
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        shaped = [source.view(target.shape) for source, target in zip(sources, targets, strict=True)]
+        torch._foreach_copy_(targets, shaped)

@@ -1,0 +1,254 @@
+"""Messages between ranks on any hosts: gloo's sends and receives, with waits that end when a peer has failed.
+
+A wait inside gloo cannot be interrupted from Python, and a rank that waits there sees nothing else. So a
+guard thread looks up every half second. If a peer has failed, or the ranks wait for different things, it
+passes the reason on and breaks the connections, which wakes the waiting rank up.
+
+A failing rank tells its peers why over these connections: every rank keeps a receive open for a note from
+each peer. The store would not do for this, because it usually ends with rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from zeroshard.errors import RankError
+
+from .rendezvous import Rendezvous
+from .watch import LONG, Watch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Work as GlooWork
+
+__all__ = ["Job", "Link"]
+
+_BREAK_TAG = 0
+_NOTE_TAG = 1
+_FIRST_TAG = 16
+_NOTE = 4096
+_LOOK = 0.5
+# How long a rank that lost a connection waits for the note that says why.
+_GRACE = 1.0
+
+Messages = Sequence[tuple[int, torch.Tensor]]
+
+
+@dataclass(eq=False)
+class Job:
+    """The sends or the receives of one operation, by peer. Its tensors are busy until it is done."""
+
+    label: str
+    lane: str
+    turn: int
+    works: list[tuple[int, GlooWork]]
+
+    @property
+    def done(self) -> bool:
+        return not self.works
+
+
+class Link:
+    """Connections to all peers. A lane is a sequence of operations that all ranks start in the same order."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.timeout = timeout
+        told = Rendezvous(store, rank, size, timeout).share("who", [os.getpid(), socket.gethostname()])
+        people = enumerate(cast("list[tuple[int, str]]", told))
+        self._who = [f"rank {r} (pid {pid} on {host})" for r, (pid, host) in people]
+        # Far beyond our own timeout: gloo's would break the connection without a word about the cause.
+        gloo: Any = ProcessGroupGloo(store, rank, size, timedelta(seconds=10 * timeout + 3600))
+        self._gloo = gloo
+        self._watch = Watch(store, rank, size)
+        self._started: dict[str, int] = {}
+        self._tags: dict[str, int] = {}
+        self._waiting: tuple[Job, float] | None = None
+        self._verdict: str | None = None
+        self._overdue: Callable[[], str | None] = lambda: None
+        self._give_up: Callable[[str], None] = lambda trouble: None
+        self._probe = torch.zeros(1, dtype=torch.uint8)
+        self._probes: list[GlooWork] = []
+        self._probed = 0.0
+        self._reported = False
+        self._closed = threading.Event()
+        peers = [peer for peer in range(size) if peer != rank]
+        self._notes = {peer: torch.zeros(_NOTE, dtype=torch.uint8) for peer in peers}
+        self._note_works = [gloo.recv([note], peer, _NOTE_TAG) for peer, note in self._notes.items()]
+        guard = threading.Thread(
+            target=_guard, args=(weakref.ref(self), self._closed), name="zeroshard link", daemon=True
+        )
+        guard.start()
+
+    def tag(self, lane: str, number: int) -> None:
+        """Give a lane its tag: the same number on every rank, and no other lane's."""
+        self._tags[lane] = _FIRST_TAG + number
+
+    def start(self, label: str, lane: str, receives: Messages, sends: Messages) -> tuple[Job, Job]:
+        """Start one turn of a lane: its receives and its sends."""
+        turn = self._started[lane] = self._started.get(lane, 0) + 1
+        tag = self._tags[lane]
+        got, sent = Job(label, lane, turn, []), Job(label, lane, turn, [])
+        try:
+            for peer, tensor in receives:
+                got.works.append((peer, self._gloo.recv([tensor], peer, tag)))
+            for peer, tensor in sends:
+                sent.works.append((peer, self._gloo.send([tensor], peer, tag)))
+        except RuntimeError as error:
+            self._fail(label, peer, error)
+        return got, sent
+
+    def wait(self, job: Job) -> None:
+        """Block until the job is done. Raises RankError if it cannot come about."""
+        if job.done:
+            return
+        self._waiting = (job, time.monotonic())
+        try:
+            for peer, work in job.works:
+                self._wait_one(job, peer, work)
+        finally:
+            self._waiting = None
+        job.works.clear()
+
+    def _wait_one(self, job: Job, peer: int, work: GlooWork) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(job.label, peer, error)
+
+    def note(self) -> str | None:
+        """Why a peer failed, if one has said so."""
+        for note in self._notes.values():
+            length = int(note[0]) + 256 * int(note[1])
+            if length:
+                return bytes(note[2 : 2 + length].tolist()).decode(errors="replace")
+        return None
+
+    def guard(self, overdue: Callable[[], str | None], give_up: Callable[[str], None]) -> None:
+        """Watch waits of another kind too: `overdue` says what they are for, `give_up` ends them."""
+        self._overdue, self._give_up = overdue, give_up
+
+    def look(self) -> None:
+        """What the guard does: end a wait that cannot come about."""
+        waiting = self._waiting
+        if waiting is None:
+            self._look_elsewhere()
+            return
+        job, since = waiting
+        waited = time.monotonic() - since
+        trouble = self.note()
+        if trouble is None and waited > LONG:
+            trouble = self._watched(job)
+        if trouble is None and waited > self.timeout:
+            trouble = f"rank {self.rank} waited {waited:.0f} s for {job.label} and got no answer in that time"
+        if trouble is not None and self._waiting is waiting:
+            self._verdict = trouble
+            self.report(trouble)
+            self._break()
+
+    def _look_elsewhere(self) -> None:
+        label = self._overdue()
+        if label is None:
+            self._watched(None)
+            return
+        trouble = self._lost(label) or self._watched(Job(label, "", 0, []))
+        if trouble is not None:
+            self.report(trouble)
+            self._give_up(trouble)
+
+    def _watched(self, job: Job | None) -> str | None:
+        try:
+            if job is None:
+                self._watch.over()
+                return None
+            return self._watch.waiting(job.label, job.lane, job.turn, self._started)
+        except RuntimeError:
+            # The store has gone with its rank. Then so has the connection to it, which gloo notices.
+            return None
+
+    def _break(self) -> None:
+        """Close the connections. Gloo does it to one on which a wait has timed out."""
+        for peer in self._notes:
+            try:
+                self._gloo.recv([torch.zeros(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue
+
+    def _lost(self, label: str) -> str | None:
+        """Why a peer failed, or that a connection has gone: for waits that gloo knows nothing of."""
+        told = self.note()
+        now = time.monotonic()
+        if told is not None or now - self._probed < LONG:
+            return told
+        self._probed = now
+        for peer in self._notes:
+            try:
+                # Nobody receives it. Gloo raises here if the connection is closed.
+                self._probes.append(self._gloo.send([self._probe], peer, _BREAK_TAG))
+            except RuntimeError as error:
+                return self._blame(label, peer, str(error))
+        return None
+
+    def _blame(self, label: str, peer: int, error: str) -> str:
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline:
+            told = self._verdict or self.note()
+            if told is not None:
+                return told
+            time.sleep(0.01)
+        if "closed" in error or "reset" in error:
+            return f"{self._who[peer]} ended or was killed while rank {self.rank} waited for {label}"
+        reason = error.splitlines()[0]
+        return f"the connection of rank {self.rank} to {self._who[peer]} failed in {label}: {reason}"
+
+    def _fail(self, label: str, peer: int, error: RuntimeError) -> None:
+        text = self._blame(label, peer, str(error))
+        self.report(text)
+        raise RankError(text) from error
+
+    def report(self, text: str) -> None:
+        """Tell every peer that this rank failed and why. The first note stays."""
+        if self._reported or self._closed.is_set():
+            return
+        self._reported = True
+        data = text.encode()[: _NOTE - 2]
+        note = torch.zeros(_NOTE, dtype=torch.uint8)
+        note[: 2 + len(data)] = torch.tensor([len(data) % 256, len(data) // 256, *data], dtype=torch.uint8)
+        threads = [
+            threading.Thread(target=self._tell, args=(peer, note), daemon=True) for peer in self._notes
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + _GRACE
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _tell(self, peer: int, note: torch.Tensor) -> None:
+        try:
+            self._gloo.send([note], peer, _NOTE_TAG).wait()
+        except RuntimeError:
+            return
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._closed.set()
+
+
+def _guard(link: weakref.ref[Link], closed: threading.Event) -> None:
+    while not closed.wait(_LOOK):
+        held = link()
+        if held is None:
+            return
+        held.look()
+        del held

@@ -1,0 +1,265 @@
+"""One GPU per rank: NCCL's collectives on a stream of their own; small agreements go over gloo on the host.
+
+- **stage**: device memory that NCCL reads or writes where the caller's pieces are uneven or in several
+  places. All operations run one after another on one stream, so one stage per dtype serves them all; it grows
+  to the largest.
+- fp32 and fp64 wires use NCCL's reduce-scatter. It would add 16-bit wires in 16 bits, so those go by all-to-
+  all and are added here in fp32, in rank order: the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from . import failure
+from .gloo import GlooTransport
+from .transport import Cuts, Region, Transport, Work, slices
+from .watch import LONG
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["NcclTransport"]
+
+# Torch 2.13 renamed both and warns about the old names; 2.11 knows only those.
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# The exit status of a rank that was stuck in the driver.
+EXIT_STUCK = 75
+
+
+class NcclTransport(Transport):
+    """NCCL between GPUs, through the caller's group. `wait` orders streams and does not block the host."""
+
+    name = "nccl"
+
+    def __init__(
+        self, store: Store, group: dist.ProcessGroup, device: torch.device, timeout: float = 600.0
+    ) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+        self._group = group
+        self._side = GlooTransport(store, self.rank, self.size, torch.device("cpu"), timeout)
+        self._stream = torch.cuda.Stream(device)
+        self._stages: dict[torch.dtype, torch.Tensor] = {}
+        self._open = _Open()
+        self._side.guard(self._open.overdue, partial(_give_up, self.rank))
+        failure.listen(self)
+
+    # Regions
+
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def free(self, region: Region) -> None:
+        self.fill(region)
+        region.mine = region.mine.new_empty(0)
+
+    def fill(self, region: Region) -> None:
+        event = region.state.get("used")
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _stage(self, dtype: torch.dtype, *sizes: int) -> list[torch.Tensor]:
+        """Consecutive parts of the stage. Ask once per operation, inside the stream that uses it."""
+        total = sum(sizes)
+        held = self._stages.get(dtype)
+        if held is None or held.numel() < total:
+            held = self._stages[dtype] = torch.empty(total, dtype=dtype, device=self.device)
+        return slices(held, sizes)
+
+    # Traffic
+
+    def reduce(
+        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+    ) -> Work:
+        with self._on_stream():
+            if wire.mine.dtype.itemsize == 2:
+                self._add_here(wire.mine, pieces, out, scale)
+            else:
+                self._scatter(wire.mine, pieces, out, scale)
+            self._count_reduce(kind, pieces, wire.mine.element_size())
+            return self._started(kind, key, wire)
+
+    def _scatter(self, wire: torch.Tensor, pieces: Sequence[int], out: torch.Tensor, scale: float) -> None:
+        each = max(pieces)
+        if each == 0:
+            return
+        even = min(pieces) == each
+        direct = even and out.dtype == wire.dtype
+        mine, source = self._stage(wire.dtype, 0 if direct else each, 0 if even else each * self.size)
+        if even:
+            source = wire[: each * self.size]
+        else:
+            padded = slices(source, [each] * self.size)
+            parts = [part[:count] for part, count in zip(padded, pieces, strict=True)]
+            torch._foreach_copy_(parts, slices(wire, pieces))
+        _reduce_scatter(out if direct else mine, source, group=self._group)
+        if direct:
+            out.mul_(scale)
+        else:
+            out.copy_(mine[: pieces[self.rank]].mul_(scale))
+
+    def _add_here(self, wire: torch.Tensor, pieces: Sequence[int], out: torch.Tensor, scale: float) -> None:
+        mine = pieces[self.rank]
+        (landing,) = self._stage(wire.dtype, mine * self.size)
+        dist.all_to_all_single(
+            landing, wire[: sum(pieces)], [mine] * self.size, list(pieces), group=self._group
+        )
+        if mine == 0:
+            return
+        direct = out.dtype == torch.float32
+        total = out if direct else self._stage(torch.float32, mine)[0]
+        first, *rest = slices(landing, [mine] * self.size)
+        total.copy_(first)
+        for piece in rest:
+            total.add_(piece)
+        total.mul_(scale)
+        if not direct:
+            out.copy_(total)
+
+    def gather(
+        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        totals = [sum(numel for _, numel in segments) for segments in cuts]
+        each = max(totals)
+        with self._on_stream():
+            if each:
+                mine, landing = self._stage(source.mine.dtype, each, each * self.size)
+                segments = cuts[self.rank]
+                if len(segments) == 1 and totals[self.rank] == each:
+                    at, numel = segments[0]
+                    mine = source.mine[at : at + numel]
+                elif segments:
+                    packed = slices(mine, [numel for _, numel in segments])
+                    torch._foreach_copy_(packed, [source.mine[at : at + numel] for at, numel in segments])
+                _all_gather(landing, mine, group=self._group)
+                self._copy_out(landing, each, cuts, out)
+            self._count_gather(kind, cuts, source.mine.element_size())
+            return self._started(kind, key, source)
+
+    def _copy_out(
+        self, landing: torch.Tensor, each: int, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        targets: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        for rank, tensors in enumerate(out):
+            if len(tensors) > 0:
+                targets += tensors
+                parts += slices(landing[rank * each : (rank + 1) * each], [numel for _, numel in cuts[rank]])
+        if targets:
+            shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
+            with torch.no_grad():
+                torch._foreach_copy_(targets, shaped)
+
+    def _on_stream(self) -> torch.cuda.StreamContext:
+        """Run what follows on the transport's stream, after what the caller has queued so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
+    def _started(self, kind: str, key: str, region: Region) -> Work:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        region.state["used"] = event
+        self._open.add(f"its {kind} [{key}]", event)
+        return _OnDevice(event, self.device)
+
+    def open(self) -> None:
+        return None
+
+    def fence(self) -> None:
+        # Only this rank's own reads of the rows have to be over: NCCL hands peers copies.
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        near = [tensor.detach() for tensor in tensors if tensor.device == self.device]
+        self._side.broadcast(key, [tensor for tensor in tensors if tensor.device != self.device], source)
+        root = dist.get_global_rank(self._group, source)
+        for tensor in near:
+            flat = tensor.contiguous()
+            dist.broadcast(flat, root, group=self._group)
+            if self.rank != source and flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat)
+        self._count_broadcast(near, source)
+
+    # Small agreements
+
+    def barrier(self, what: str) -> None:
+        self._side.barrier(what)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return self._side.max(values)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return self._side.sum(values)
+
+    def exchange(self, value: object) -> list[object]:
+        return self._side.exchange(value)
+
+    # The end
+
+    def report(self, text: str) -> None:
+        self._side.report(text)
+
+    def close(self) -> None:
+        failure.unlisten(self)
+        self._side.close()
+        self._stages.clear()
+
+
+class _OnDevice:
+    """An operation on the transport's stream."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def poll(self) -> bool:
+        return cast(bool, self._event.query())
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class _Open:
+    """The operations that the device has not finished, oldest first."""
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[str, torch.cuda.Event, float]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, label: str, event: torch.cuda.Event) -> None:
+        with self._lock:
+            self._open.append((label, event, time.monotonic()))
+            # Two looks for each one added: the queue is as long as the device is behind.
+            for _ in range(2):
+                if self._open and self._open[0][1].query():
+                    self._open.popleft()
+
+    def overdue(self) -> str | None:
+        """What the device has been busy with for `LONG` seconds. Called by the guard's thread."""
+        with self._lock:
+            while self._open and self._open[0][1].query():
+                self._open.popleft()
+            if not self._open or time.monotonic() - self._open[0][2] < LONG:
+                return None
+            return self._open[0][0]
+
+
+def _give_up(rank: int, trouble: str) -> None:
+    """End the process: the rank is stuck in the driver, where no exception can reach it."""
+    print(f"zeroshard: rank {rank} ends: RankError: {trouble}", file=sys.stderr, flush=True)
+    os._exit(EXIT_STUCK)

@@ -1,0 +1,108 @@
+"""Ranks that wait in different places, found out through the store.
+
+Ranks that share memory see one another's waits directly (`control`). Ranks on several hosts write down what
+they wait for once a wait has lasted `LONG` seconds: which lane and turn they need, and how many turns of
+every lane they have started themselves. With everybody's entry at hand a mismatch is a fact: every rank
+waits, each needs a turn that some peer has not started, and nothing has changed for `PATIENCE` seconds. Slow
+data was started on both sides, and is never taken for a mismatch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["LONG", "PATIENCE", "Entry", "Watch", "disagreement"]
+
+LONG = 5.0
+PATIENCE = 8.0
+_LOOK = 1.0
+
+
+@dataclass
+class Entry:
+    """What one rank waits for. `lane` is empty where only the label tells (an operation on a GPU)."""
+
+    count: int
+    label: str
+    lane: str
+    turn: int
+    started: dict[str, int]
+
+
+class Watch:
+    """One rank's entry in the store, and its reading of the others'."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._count = 0
+        self._written = False
+        self._looked = 0.0
+        self._seen: list[Entry] = []
+        self._since = 0.0
+
+    def waiting(self, label: str, lane: str, turn: int, started: dict[str, int]) -> str | None:
+        """Call from time to time in a long wait: the text of a mismatch, if this is one."""
+        now = time.monotonic()
+        if self._written and now - self._looked < _LOOK:
+            return None
+        self._looked = now
+        if not self._written:
+            self._written = True
+            self._count += 1
+            self._write(Entry(self._count, label, lane, turn, started))
+        return self._verdict(now)
+
+    def over(self) -> None:
+        """The wait has ended."""
+        if self._written:
+            self._written = False
+            self._seen = []
+            self._write(None)
+
+    def _verdict(self, now: float) -> str | None:
+        entries = [self._read(rank) for rank in range(self._size)]
+        present = [entry for entry in entries if entry is not None]
+        if len(present) < self._size or not _stuck(present):
+            self._seen = []
+            return None
+        if present != self._seen:
+            self._seen, self._since = present, now
+            return None
+        return disagreement([entry.label for entry in present]) if now - self._since > PATIENCE else None
+
+    def _write(self, entry: Entry | None) -> None:
+        self._store.set(f"wait/{self._rank}", json.dumps(None if entry is None else asdict(entry)))
+
+    def _read(self, rank: int) -> Entry | None:
+        key = f"wait/{rank}"
+        if not self._store.check([key]):
+            return None
+        fields = json.loads(self._store.get(key))
+        return None if fields is None else Entry(**fields)
+
+
+def _stuck(entries: list[Entry]) -> bool:
+    """Whether every rank needs what some peer has not started; by labels where nothing else is known."""
+    if len({entry.label for entry in entries}) == 1:
+        return False
+    return all(
+        not entry.lane or any(peer.started.get(entry.lane, 0) < entry.turn for peer in entries)
+        for entry in entries
+    )
+
+
+def disagreement(labels: list[str]) -> str:
+    """The text of a mismatch, the same on every rank."""
+    listed = "; ".join(f"rank {rank} waits for {label}" for rank, label in enumerate(labels))
+    return (
+        f"ranks wait for different things and none can go on: {listed}. Every rank must run the same "
+        "program; check branches, loop lengths and early exits that depend on the rank."
+    )

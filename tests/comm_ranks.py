@@ -1,0 +1,97 @@
+"""Ranks for the tests of transports: as threads of this process, or as processes that may be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import GlooTransport, LocalTransport, ShmTransport, Transport
+
+KINDS = {"shm": ShmTransport, "gloo": GlooTransport}
+
+
+def make(kind: str, store: Any, rank: int, size: int, timeout: float = 60.0) -> Transport:
+    if size == 1:
+        return LocalTransport(torch.device("cpu"))
+    return KINDS[kind](store, rank, size, timeout=timeout)
+
+
+def threads(
+    kind: str, size: int, body: Callable[[Transport], Any], fails: bool = False, timeout: float = 60.0
+) -> list[Any]:
+    """Run `body` on every rank as a thread. With `fails` exceptions are results, else the first is raised."""
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
+    meet = threading.Barrier(size)
+
+    def run(rank: int) -> None:
+        try:
+            transport = make(kind, store, rank, size, timeout)
+            try:
+                results[rank] = body(transport)
+                if not fails:
+                    meet.wait(30)
+            finally:
+                transport.close()
+        except BaseException as error:
+            results[rank] = error
+            meet.abort()
+
+    ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in ranks), "a rank hangs"
+    if not fails:
+        for result in sorted(results, key=lambda result: isinstance(result, threading.BrokenBarrierError)):
+            if isinstance(result, BaseException):
+                raise result
+    return results
+
+
+class Ranks:
+    """Processes that each run `body(rank, store path, report)`; `report(value)` sends a value to the test."""
+
+    def __init__(self, size: int, body: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        path = os.path.join(self._folder.name, "store")
+        self.queue = context.Queue()
+        self.processes = [
+            context.Process(target=_run, args=(body, rank, path, self.queue, *arguments), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def next(self, seconds: float) -> tuple[int, Any]:
+        """(rank, value) of the next report."""
+        rank, value = self.queue.get(timeout=seconds)
+        return rank, value
+
+    def join(self, seconds: float) -> list[int | None]:
+        """Exit codes, or None for a process that still runs after so long; it is then killed."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+        return codes
+
+
+def _run(body: Callable[..., None], rank: int, path: str, queue: Any, *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    body(rank, path, lambda value: queue.put((rank, value)), *arguments)

@@ -1,0 +1,203 @@
+"""What arrives: every transport against the plain sum and the plain copy, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comm_ranks import threads
+
+from zeroshard.comm import Transport
+from zeroshard.comm.sums import sum_pieces
+
+SIZES = [("local", 1), ("shm", 2), ("shm", 3), ("shm", 4), ("gloo", 2), ("gloo", 3), ("gloo", 4)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+PIECES = {1: [[7]], 2: [[4, 4], [9, 3], [0, 5]], 3: [[5, 0, 7], [0, 0, 3]], 4: [[6, 1, 0, 100], [0, 0, 0, 0]]}
+
+
+def wires(size: int, numel: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+
+
+def reference(parts: list[torch.Tensor], scale: float) -> torch.Tensor:
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total * scale
+
+
+@pytest.mark.parametrize(("kind", "size"), SIZES)
+def test_reduce_is_the_sum_in_rank_order(kind: str, size: int) -> None:
+    def body(transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for number, pieces in enumerate(PIECES[size]):
+            for dtype in DTYPES:
+                data = wires(size, sum(pieces), dtype, number)
+                key = f"{number} {dtype}"
+                wire = transport.allocate(key, sum(pieces), dtype)
+                at = sum(pieces[: transport.rank])
+                mine = slice(at, at + pieces[transport.rank])
+                for out_dtype in (dtype, torch.float32, None):
+                    transport.fill(wire)
+                    wire.mine.copy_(data[transport.rank])
+                    own = wire.mine[mine]
+                    out = own if out_dtype is None else torch.full_like(own, 7.0, dtype=out_dtype)
+                    work = transport.reduce("gradients", key, wire, pieces, out, 1 / 3)
+                    work.wait()
+                    work.wait()
+                    assert work.poll()
+                    expected = reference([part[mine] for part in data], 1 / 3)
+                    found.append((out.clone(), expected.to(out.dtype)))
+        return found
+
+    for found in threads(kind, size, body):
+        for got, expected in found:
+            assert torch.equal(got, expected)
+
+
+def test_shm_and_gloo_and_two_runs_agree_bit_for_bit() -> None:
+    pieces = [70_001, 3, 200_000]
+
+    def body(transport: Transport) -> torch.Tensor:
+        wire = transport.allocate("wire", sum(pieces), torch.bfloat16)
+        wire.mine.copy_(wires(3, sum(pieces), torch.bfloat16, 5)[transport.rank])
+        out = torch.empty(pieces[transport.rank])
+        transport.reduce("gradients", "wire", wire, pieces, out, 1 / 3).wait()
+        return out
+
+    runs = [torch.cat(threads(kind, 3, body)) for kind in ("shm", "shm", "gloo", "gloo")]
+    assert all(torch.equal(runs[0], other) for other in runs[1:])
+
+
+@pytest.mark.parametrize(("kind", "size"), SIZES)
+@pytest.mark.parametrize("own", [False, True])
+def test_gather_brings_every_segment(kind: str, size: int, own: bool) -> None:
+    # Rank r has 3 * r + 2 elements in up to three segments with gaps; the last rank of several has none.
+    cuts = [[(0, 2)], [(1, 2), (4, 0), (3, 1)], [(2, 6), (0, 2)], []][:size]
+
+    def body(transport: Transport) -> list[list[torch.Tensor]]:
+        rank = transport.rank
+        source = transport.allocate("rows", 3 * rank + 2, torch.float32)
+        source.mine.copy_(torch.arange(3.0 * rank + 2) + 100 * rank)
+        transport.open()
+        out = [[torch.zeros(1, numel, dtype=torch.bfloat16) for _, numel in segments] for segments in cuts]
+        if not own:
+            out[rank] = []
+        transport.gather("parameters", "rows", source, cuts, out).wait()
+        transport.fence()
+        return out
+
+    for rank, out in enumerate(threads(kind, size, body)):
+        for other, segments in enumerate(cuts):
+            if other == rank and not own:
+                assert out[other] == []
+                continue
+            rows = torch.arange(3.0 * other + 2) + 100 * other
+            expected = [rows[at : at + numel].view(1, -1).bfloat16() for at, numel in segments]
+            assert all(torch.equal(got, want) for got, want in zip(out[other], expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_rows_change_between_fence_and_open(kind: str) -> None:
+    """Over many epochs no rank ever reads a peer's rows of another epoch."""
+    size = 3
+
+    def body(transport: Transport) -> None:
+        source = transport.allocate("rows", 1000, torch.float32)
+        cuts = [[(0, 1000)]] * size
+        for epoch in range(40):
+            transport.fence()
+            source.mine.fill_(100.0 * transport.rank + epoch)
+            transport.open()
+            out = [[torch.empty(1000)] if rank != transport.rank else [] for rank in range(size)]
+            transport.gather("parameters", "rows", source, cuts, out).wait()
+            for rank, tensors in enumerate(out):
+                for tensor in tensors:
+                    assert bool((tensor == 100.0 * rank + epoch).all()), (rank, epoch)
+
+    threads(kind, size, body)
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_operations_in_flight_do_not_mix(kind: str) -> None:
+    pieces = [3, 5]
+
+    def body(transport: Transport) -> None:
+        wires = [transport.allocate(f"wire {n}", 8, torch.float32) for n in range(4)]
+        order = [0, 1, 2, 3] if transport.rank == 0 else [2, 0, 3, 1]
+        for turn in range(20):
+            works = {}
+            outs = {n: torch.empty(pieces[transport.rank]) for n in order}
+            for n in order:
+                transport.fill(wires[n])
+                wires[n].mine.fill_(float(10 * n + turn))
+                works[n] = transport.reduce("gradients", f"wire {n}", wires[n], pieces, outs[n], 1.0)
+            for n in reversed(order):
+                works[n].wait()
+                assert outs[n].tolist() == [2.0 * (10 * n + turn)] * pieces[transport.rank]
+
+    threads(kind, 2, body)
+
+
+@pytest.mark.parametrize(("kind", "size"), SIZES)
+def test_small_agreements(kind: str, size: int) -> None:
+    def body(transport: Transport) -> None:
+        rank = transport.rank
+        assert transport.max([rank, -rank, 0.5]) == [size - 1, 0.0, 0.5]
+        assert transport.sum([rank, 0.1]) == [sum(range(size)), sum([0.1] * size)]
+        assert transport.max([]) == []
+        assert transport.exchange({"rank": rank, "rows": (1, None)}) == [
+            {"rank": other, "rows": [1, None]} for other in range(size)
+        ]
+        long = transport.exchange("x" * (200_000 * rank))
+        assert [len(str(text)) for text in long] == [200_000 * other for other in range(size)]
+        for turn in range(20):
+            transport.barrier(f"turn {turn}")
+
+    threads(kind, size, body)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("local", 1), ("shm", 3), ("gloo", 3)])
+def test_broadcast_overwrites_all_kinds_of_tensors(kind: str, size: int) -> None:
+    def tensors(rank: int) -> list[torch.Tensor]:
+        base = torch.arange(24.0) + 1000 * rank
+        return [
+            torch.tensor(float(rank)),
+            base.view(4, 6).t(),
+            torch.nn.Parameter(base.clone()),
+            torch.full((3_000_001,), rank, dtype=torch.int32),
+            torch.empty(0),
+            torch.tensor([rank == 1] * 5),
+            base.bfloat16()[::2],
+        ]
+
+    def body(transport: Transport) -> None:
+        source = size - 1
+        for turn in range(3):
+            mine = tensors(transport.rank)
+            transport.broadcast(f"turn {turn}", mine, source)
+            for got, want in zip(mine, tensors(source), strict=True):
+                assert torch.equal(got, want)
+
+    threads(kind, size, body)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_may_overwrite_any_operand(position: int, dtype: torch.dtype) -> None:
+    sources = wires(4, 200_003, dtype, 1)
+    expected = reference(sources, 0.25).to(dtype)
+    sum_pieces(sources[position], sources, 0.25)
+    assert torch.equal(sources[position], expected)
+
+
+def test_a_sum_keeps_nan_and_infinity() -> None:
+    sources = [
+        torch.tensor([float("nan"), float("inf"), float("inf"), 1.0]),
+        torch.tensor([1.0, 1.0, -float("inf"), 2.0]),
+    ]
+    out = torch.empty(4)
+    sum_pieces(out, sources, 0.5)
+    assert torch.equal(out.isnan(), torch.tensor([True, False, True, False]))
+    assert out[1:4:2].tolist() == [float("inf"), 1.5]
