@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# The project's chores, one word each. Every one sets up what it needs first, which takes no time once it is done.
+#
+#   ./do setup          create .venv and install the package into it
+#   ./do demo           train a small GPT on two ranks, parameters sharded
+#   ./do test [ARGS]    lint, types, and pytest (ARGS go to pytest)
+#   ./do lint           ruff
+#   ./do types          mypy, strict
+#   ./do bench [ARGS]   compare with other libraries (installs them)
+#   ./do clean          remove .venv and what was built
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+VENV=.venv
+PYTHON=$VENV/bin/python
+LOG=$VENV/setup.log
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+    say "do: $*"
+    exit 1
+}
+
+# What an installation depends on. A change of any of it, or a checkout that moved, installs again.
+fingerprint() {
+    {
+        pwd
+        cat pyproject.toml setup.py constraints.txt
+        find src/zeroshard/native -name '*.[ch]' -exec cat {} + 2>/dev/null | cat
+    } | sha256sum | cut -d' ' -f1
+}
+
+# Runs a step of the set-up: one line on the terminal, the rest in the log, shown only if the step fails.
+step() {
+    local title=$1
+    shift
+    say "  $title"
+    if ! "$@" >>"$LOG" 2>&1; then
+        tail -n 30 "$LOG" >&2
+        die "this failed: $* (the whole log: $LOG)"
+    fi
+}
+
+# The version of the system's torch, if it sees a GPU and is recent enough: that one is built for the GPU's driver.
+gpu_torch() {
+    [ -e /dev/nvidiactl ] || return 0
+    python3 - <<'PY' 2>/dev/null || true
+import torch
+if torch.cuda.is_available() and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
+    print(torch.__version__)
+PY
+}
+
+create_venv() {
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        die "python3 is missing or older than 3.11"
+    mkdir -p "$VENV"
+    touch "$VENV/.unfinished"
+    local torch
+    torch=$(gpu_torch)
+    if [ -n "$torch" ]; then
+        step "creating $VENV over the system's torch $torch" python3 -m venv --system-site-packages "$VENV"
+        printf 'torch==%s\n' "$torch" >"$VENV/constraints.txt"
+    else
+        step "creating $VENV" python3 -m venv "$VENV"
+    fi
+    rm "$VENV/.unfinished"
+}
+
+# setup EXTRA...: installs the package with these extras, unless that was done before.
+setup() {
+    local extras stamp now
+    extras=$(IFS=,; echo "$*")
+    stamp=$VENV/.installed${extras:+-${extras//,/-}}
+    now=$(fingerprint)
+    [ "$(cat "$stamp" 2>/dev/null)" = "$now" ] && return
+    if [ -z "$extras" ] && [ "$(cat "$VENV/.installed-dev" 2>/dev/null)" = "$now" ]; then
+        return
+    fi
+    if [ -e "$VENV/.unfinished" ]; then
+        rm -rf "$VENV"
+    fi
+    [ -e "$VENV" ] || create_venv
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || die "$VENV has no working pip; ./do clean removes it"
+    local constraints=constraints.txt
+    [ ! -e "$VENV/$constraints" ] || constraints=$VENV/$constraints
+    step "installing zeroshard${extras:+ with $extras} and torch (minutes the first time, seconds later)" \
+        "$PYTHON" -m pip install --disable-pip-version-check --no-input \
+        --constraint "$constraints" --editable ".${extras:+[$extras]}"
+    printf '%s\n' "$now" >"$stamp"
+}
+
+lint() { "$VENV/bin/ruff" check .; }
+
+types() { "$VENV/bin/mypy"; }
+
+chore=${1:-help}
+[ $# -eq 0 ] || shift
+case $chore in
+    setup)
+        setup dev
+        ;;
+    demo)
+        setup
+        exec "$VENV/bin/zeroshard" run --ranks 2 examples/gpt.py "$@"
+        ;;
+    test)
+        setup dev
+        lint
+        types
+        exec "$PYTHON" -m pytest "$@"
+        ;;
+    lint | types)
+        setup dev
+        "$chore" "$@"
+        ;;
+    bench)
+        setup dev peers
+        exec "$PYTHON" benchmarks/compare.py "$@"
+        ;;
+    clean)
+        rm -rf "$VENV" build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+        find src -name '_kernels*.so' -delete
+        ;;
+    help | -h | --help)
+        sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        ;;
+    *)
+        die "there is no chore '$chore'; ./do help lists them"
+        ;;
+esac

@@ -1,0 +1,57 @@
+"""Start ranks of a script on this host.
+
+The script sees the variables that torchrun sets, so it needs no change to run under either. Rank 0 writes to
+the terminal; lines of the others come with their rank in front. If a rank fails, the others are ended, the
+last line names the first that failed and how, and the exit code is that rank's (128 + the signal for one that
+was killed).
+
+examples:
+  zeroshard run --ranks 2 train.py --lr 3e-4
+  zeroshard run --ranks 8 --threads 1 --timeout 600 -m project.train
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zeroshard.launch.job import Job
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, metavar="N", help="how many processes to start")
+    add("--threads", type=int, metavar="T", help="threads per rank (OMP_NUM_THREADS; default: cores / N)")
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="stop after S seconds, showing each rank's stack; exit code 124",
+    )
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="D",
+        help="write the output of rank 1 and up to D/rank-N.log, not the terminal",
+    )
+    add("-m", dest="module", action="store_true", help="the target is a module's name, as in python -m")
+    add("target", help="the script, or the module after -m")
+    add("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit code: in the launcher that of the run, in each forked rank that of the script."""
+    from zeroshard.launch import local
+
+    return local.run(
+        Job(
+            ranks=arguments.ranks,
+            target=arguments.target,
+            arguments=tuple(arguments.arguments),
+            module=arguments.module,
+            threads=arguments.threads,
+            timeout=arguments.timeout,
+            log_dir=arguments.log_dir,
+        )
+    )

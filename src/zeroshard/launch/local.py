@@ -1,0 +1,108 @@
+"""Ranks on this host: forked, watched, and never left behind.
+
+The launcher imports torch once and forks the ranks, which so start in the time of one import whatever their
+number. It listens on a port that the kernel chose before the first fork, so there is no port to guess and no
+race, and serves the store on that socket itself: a rank that connects early waits in the backlog, and the
+store outlives rank 0.
+
+Nothing outlives the launcher. Ranks die with it by `PR_SET_PDEATHSIG`, even if it is killed by SIGKILL, and
+what they left behind when they failed becomes its child, since it is a subreaper, and is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from zeroshard.errors import OptionError
+from zeroshard.launch.job import Job, rank_environment, shared_environment
+from zeroshard.launch.output import Screen
+from zeroshard.launch.prctl import adopt_orphans
+from zeroshard.launch.rank import Seat, become
+from zeroshard.launch.watch import SIGNALS, Member, Watch
+
+_ADDRESS = "127.0.0.1"
+
+
+def run(job: Job) -> int:
+    """Runs a job to its end and returns the exit code. In a rank it returns too, with the script's exit code.
+
+    So it must be called where nothing but the exit of the process follows, and no `finally` is open around
+    it.
+    """
+    check(job)
+    os.environ.update(shared_environment(job, os.environ, len(os.sched_getaffinity(0))))
+    started = time.monotonic()
+    for name in job.preload:
+        importlib.import_module(name)
+    adopt_orphans()
+    listener = socket.create_server((_ADDRESS, 0), backlog=max(128, job.ranks))
+    # The launcher waits for these signals instead of handling them. Blocked before the first fork, none can
+    # be lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # Objects that are never freed are never written to by the collector, so ranks go on sharing their pages.
+    gc.freeze()
+    members: list[Member] = []
+    for rank in range(job.ranks):
+        placed = place(job, rank, listener, members)
+        if isinstance(placed, Seat):
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            return become(placed, job)
+        members.append(placed)
+    watch = Watch(job, members, Screen(sys.stdout, sys.stderr), started)
+    store = serve(listener) if job.store else None
+    code = watch.wait()
+    del store
+    return code
+
+
+def check(job: Job) -> None:
+    """Refuses what could not start, before anything is."""
+    if not sys.platform.startswith("linux"):
+        raise OptionError(
+            f"`zeroshard run` needs Linux, and this is {sys.platform}. Use torchrun, or one process."
+        )
+    if not job.module and not Path(job.target).exists():
+        where = f" in {os.getcwd()}" if not os.path.isabs(job.target) else ""
+        raise OptionError(
+            f"there is no script {job.target!r}{where}. For a module: zeroshard run --ranks N -m NAME"
+        )
+
+
+def place(job: Job, rank: int, listener: socket.socket, earlier: list[Member]) -> Seat | Member:
+    """Forks a rank. In the rank it returns its seat, in the launcher the member to watch."""
+    report = os.pipe()
+    streams = [os.pipe(), os.pipe()] if rank > 0 else []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    launcher = os.getpid()
+    port: int = listener.getsockname()[1]
+    pid = os.fork()
+    kept, closed = (1, 0) if pid == 0 else (0, 1)
+    for pipe in (report, *streams):
+        os.close(pipe[closed])
+    stdout, stderr = (pipe[kept] for pipe in streams) if streams else (None, None)
+    if pid != 0:
+        return Member(rank, pid, report[kept], stdout, stderr)
+    listener.close()
+    for member in earlier:
+        for descriptor in (member.report, member.stdout, member.stderr):
+            if descriptor is not None:
+                os.close(descriptor)
+    return Seat(rank, launcher, rank_environment(job, rank, _ADDRESS, port), report[kept], stdout, stderr)
+
+
+def serve(listener: socket.socket) -> object:
+    """Serves torch's store on a socket that listens already; it ends with the returned object."""
+    from torch.distributed import TCPStore
+
+    port: int = listener.getsockname()[1]
+    return TCPStore(
+        _ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

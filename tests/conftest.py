@@ -1,0 +1,91 @@
+"""Order, skips, and the rule that no process outlives the test that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Fast first: what fails early fails cheaply.
+LAYERS = ("pure", "threads", "ranks", "cuda")
+# Servants of Python and of torch.compile. They end with the process that started them, and live until then.
+SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
+_SET_CHILD_SUBREAPER = 36
+_PATIENCE = 3.0
+
+
+def layer_of(item: pytest.Item) -> int:
+    """The slowest layer that a test's markers name."""
+    return max(number for number, name in enumerate(LAYERS) if number == 0 or item.get_closest_marker(name))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=layer_of)
+    cuda = [item for item in items if item.get_closest_marker("cuda")]
+    if cuda and not gpu_present():
+        for item in cuda:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def gpu_present() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def children() -> dict[int, str]:
+    """The living children of this process and their command lines; `no_orphans` makes orphans ours."""
+    found = {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                state, parent = (
+                    (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+                )
+                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if (
+                int(parent) == os.getpid()
+                and state not in "ZX"
+                and not any(word in command for word in SERVANTS)
+            ):
+                found[int(directory.name)] = command.strip() or "(a forked process)"
+    return found
+
+
+def left_over(before: set[int]) -> list[str]:
+    """Children that were not there before and do not end within seconds."""
+    deadline = time.monotonic() + _PATIENCE
+    while new := {pid: command for pid, command in children().items() if pid not in before}:
+        if time.monotonic() > deadline:
+            return [f"{pid}: {command}" for pid, command in new.items()]
+        time.sleep(0.02)
+    return []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_orphans() -> Iterator[None]:
+    """Makes orphaned descendants children of this process, where they are seen; in the end none is left."""
+    if os.path.exists("/proc/self/stat"):
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    before = set(children())
+    yield
+    left = left_over(before)
+    assert not left, f"processes left over after all tests: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test that leaves a process behind. Fixtures of a wider scope start theirs earlier."""
+    if not any(request.node.get_closest_marker(name) for name in ("ranks", "cuda")):
+        yield
+        return
+    before = set(children())
+    yield
+    left = left_over(before)
+    assert not left, f"this test left processes behind: {left}"

@@ -1,0 +1,106 @@
+"""The command line: one registry, clear refusals, and an answer at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroshard import cli
+from zeroshard.cli import run as run_command
+
+SRC = Path(__file__).parents[1] / "src"
+
+
+def test_every_module_beside_it_is_a_command() -> None:
+    assert "run" in cli.commands()
+    for name in cli.commands():
+        command = cli.load(name)
+        assert cli.headline(command).endswith("."), (
+            f"the docstring of `zeroshard {name}` must open with a sentence"
+        )
+        assert callable(command.configure)
+        assert callable(command.run)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
+def test_the_overview_lists_all(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in cli.commands())
+    assert cli.headline(run_command) in text
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zeroshard {cli.version()}\n"
+
+
+def test_a_typing_error_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rnu"]) == 2
+    assert "there is no command 'rnu'. Did you mean 'run'? Commands: " in capsys.readouterr().err
+    assert cli.main(["qqqq"]) == 2
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+def test_a_script_in_place_of_a_command_gets_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert cli.main(["train.py"]) == 2
+    assert "to start ranks of it: zeroshard run --ranks 2 train.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--ranks", "2", "missing.py"], "OptionError: there is no script 'missing.py' in "),
+        (["run", "--ranks", "0", "missing.py"], "OptionError: --ranks must be at least 1, not 0"),
+    ],
+)
+def test_errors_of_ours_are_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"zeroshard: {message}")
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["run", "x.py"], ["run", "--rnks", "2", "x.py"], ["run", "--ranks", "2"]])
+def test_a_command_line_that_makes_no_sense_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 2
+
+
+@pytest.mark.ranks
+def test_the_command_line_needs_no_torch() -> None:
+    """`zeroshard --help` answers at once: torch takes a second to import, so commands do it when they run."""
+    names = ", ".join(f"zeroshard.cli.{path.stem}" for path in (SRC / "zeroshard" / "cli").glob("[!_]*.py"))
+    code = (
+        "import sys, types; package = types.ModuleType('zeroshard')\n"
+        f"package.__path__ = [{str(SRC / 'zeroshard')!r}]\n"
+        "sys.modules['zeroshard'] = package\n"
+        f"import {names}, zeroshard.launch.local, zeroshard.launch.environment\n"
+        "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.ranks
+def test_python_dash_m_is_the_same_command() -> None:
+    environ = os.environ | {"PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroshard", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environ,
+    )
+    assert (done.returncode, done.stdout) == (0, f"zeroshard {cli.version()}\n")

@@ -1,0 +1,121 @@
+"""What surrounds the code: versions agree, public names are documented, no text names what it must not."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+
+ROOT = Path(__file__).parents[1]
+# Written so that this file does not match itself.
+FORBIDDEN = {
+    "a path of somebody's machine": re.compile(r"/(?:home|root|Users)/\w|/work" + r"/\w"),
+    "a plan in place of its execution": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
+    "a merge that did not end": re.compile(r"^(?:<{7} |>{7} )", re.MULTILINE),
+}
+BINARY = {".png", ".gif", ".svg", ".pt", ".safetensors", ".whl"}
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def tracked() -> list[Path]:
+    """The text files under version control, or an explanation why there are none."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout, so there is no list of tracked files")
+    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and path.suffix not in BINARY]
+
+
+def test_no_file_holds_what_does_not_belong_there() -> None:
+    paths = tracked()
+    assert len(paths) > 10
+    faults = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for what, pattern in FORBIDDEN.items():
+            if match := pattern.search(text):
+                line = text[: match.start()].count("\n") + 1
+                faults.append(f"{path.relative_to(ROOT)}:{line}: {what}: {match[0]!r}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "text", ["open('/home" + "/me/x')", "cd /work" + "/main", "# TO" + "DO later", "<" * 7 + " HEAD"]
+)
+def test_the_words_are_found(text: str) -> None:
+    assert any(pattern.search(text) for pattern in FORBIDDEN.values())
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert zeroshard.__version__ == project()["version"]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(zeroshard.__version__)}\b", changes, re.MULTILINE)
+
+
+def test_the_readme_is_the_package_description() -> None:
+    there = (ROOT / "README.md").exists()
+    assert project().get("readme") == ("README.md" if there else None), "pyproject.toml: readme = 'README.md'"
+
+
+def test_constraints_satisfy_the_requirements() -> None:
+    pin = re.search(
+        r"^torch==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    floor = re.search(r"torch>=(\d+)\.(\d+)", str(project()["dependencies"]))
+    assert pin
+    assert floor
+    assert tuple(map(int, pin.groups())) >= tuple(map(int, floor.groups()))
+
+
+def test_every_public_name_is_documented() -> None:
+    assert zeroshard.__all__
+    silent = [name for name in zeroshard.__all__ if not documented(getattr(zeroshard, name))]
+    assert not silent, f"public names without a docstring: {silent}"
+
+
+def documented(thing: object) -> bool:
+    """Whether a class or function has a docstring of its own; a dataclass's generated one does not count."""
+    text = inspect.getdoc(thing) or ""
+    name = getattr(thing, "__name__", "")
+    return bool(text.strip()) and not text.startswith(f"{name}(")
+
+
+def test_every_module_says_what_it_is() -> None:
+    files = [
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / "tests").glob("*.py"),
+        *(ROOT / "benchmarks").glob("*.py"),
+    ]
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if not path.read_text().lstrip().startswith(('"""', 'r"""'))
+    ]
+    assert not silent
+
+
+def test_the_console_script_exists() -> None:
+    scripts = project()["scripts"]
+    assert isinstance(scripts, dict)
+    module, _, function = scripts["zeroshard"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_chores_are_documented_where_they_are() -> None:
+    """`./do help` prints every chore that the script knows."""
+    script = (ROOT / "do").read_text(encoding="utf-8")
+    known = set(re.findall(r"^    (?:(\w+)(?: \| (\w+))?)\)$", script, re.MULTILINE))
+    names = {name for pair in known for name in pair if name}
+    helped = subprocess.run([ROOT / "do", "help"], capture_output=True, text=True, check=True).stdout
+    assert {"setup", "demo", "test", "lint", "types", "bench"} <= names
+    assert all(f"./do {name}" in helped for name in names - {"help"})
