@@ -27,7 +27,7 @@ fingerprint() {
     {
         pwd
         cat pyproject.toml setup.py constraints.txt
-        find src/zeroshard/native -name '*.[ch]' -exec cat {} + 2>/dev/null | cat
+        find src -path '*/native/*.[ch]' | sort | xargs -r cat
     } | sha256sum | cut -d' ' -f1
 }
 
