@@ -1,7 +1,7 @@
 """ZeroShard: train models that do not fit. ZeRO on PyTorch, in place, exact where it says exact."""
 
 from .api import Run, shard
-from .config import Options, Precision
+from .config import Offload, Options, Precision
 from .errors import (
     CheckpointError,
     ModelError,
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ModelError",
+    "Offload",
     "OptionError",
     "Options",
     "PlanError",

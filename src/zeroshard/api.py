@@ -183,9 +183,10 @@ class Run:
         Every rank calls it. With `write=True`, what is in them at the end becomes the model's; every rank must write the same.
         """
         runtime = self._open()
+        runtime.settle_host()
         wanted = set(matching(names or ("*",), [p.name for p in runtime.params], "parameter", "parameters"))
         chosen = [p for p in runtime.params if p.name in wanted]
-        whole = {p.name: nn.Parameter(runtime.collect(p.local, p.slot), requires_grad=p.trainable) for p in chosen}
+        whole = {p.name: nn.Parameter(runtime.collect(p.read_master(), p.slot), requires_grad=p.trainable) for p in chosen}
         for param in chosen:
             param.stand(whole[param.name])
         try:
@@ -203,7 +204,7 @@ class Run:
         for param in params:
             start, stop = param.slot.rows(self.rank)
             value = whole[param.name].data
-            param.local.copy_(value[start:stop] if param.slot.shape else value)
+            param.write_master(value[start:stop] if param.slot.shape else value)
         runtime.changed()
 
     @contextmanager
@@ -248,19 +249,21 @@ class Run:
         runtime = self._runtime
         if runtime.closed:
             return
+        runtime.close()
         self._hooks.remove()
         successors: dict[int, nn.Parameter] = {}
         for param in runtime.params:
             whole = param.home
             if runtime.faces.mesh is not None:
-                whole = nn.Parameter(runtime.collect(param.local, param.slot), requires_grad=param.trainable)
+                whole = nn.Parameter(runtime.collect(param.read_master(), param.slot), requires_grad=param.trainable)
+            elif param.remainder is not None:
+                whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
             elif param.local.is_floating_point():
-                whole.data = whole.data.clone()
+                whole.data = whole.data.to(param.leaf.device, copy=True)
             successors[id(param.home)] = whole
             param.stand(whole)
         for update in runtime.updates:
             give_back(update, successors, runtime.transport, runtime.collect)
-        runtime.closed = True
         runtime.transport.close()
 
     def _open(self) -> Runtime:

@@ -17,14 +17,17 @@ from torch.optim import Optimizer
 
 from .comm import Region, Transport
 from .config import Options, Precision
-from .errors import ModelError
-from .grad import Bucket, Gradients, LocalGradients
+from .errors import ModelError, OptionError
+from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
 from .layout import Pack, Slot, Split, buckets, slots_for
-from .param import Bundle
+from .native import split
+from .param import Bundle, Placement
+from .place import Host
 from .pool import Ledger, Pool
 from .runtime import LiveUnit, Runtime, leaf_of
 from .shard import Faces, Param, make_home
 from .step import Update, rows_suffice
+from .tier import Copies
 from .units import Tenant, Unit, find_units
 
 RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
@@ -41,7 +44,12 @@ class Builder:
         self.device = device
         self.ledger = Ledger()
         self.faces = Faces(transport.rank, mesh)
+        self.copies = Copies(device)
         self.runtime = Runtime(options, transport, self.faces, Pool(device, self.ledger), self.ledger)
+        self.host: Host | None = None
+        if options.offload is not None:
+            _check_offload(options, transport)
+            self.host = self.runtime.host = Host(options, self.optimizers, transport.rank, self.copies, self.ledger)
 
     def build(self, init: Init | None) -> Runtime:
         units = find_units(self.model, self.options.units)
@@ -61,6 +69,9 @@ class Builder:
             param.stand(param.home)
             del param.original  # the user's own memory may go
         self.runtime.gradients = self._gradients(params)
+        if self.host is not None:
+            self.host.start()
+            self.runtime.adopt_parts(self.host.parts)
         return self.runtime
 
     # ------------------------------------------------------------------ layout
@@ -98,39 +109,68 @@ class Builder:
     def _bundle(self, key: str, tenants: list[Tenant], slots: dict[str, Slot], dtypes: tuple[torch.dtype, torch.dtype],
                 fresh: _Materialiser) -> Bundle:  # fmt: skip
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
-        resident = not self.options.shards_params or self.transport.size == 1
         transport = self.transport
-        bundle = Bundle(key, pack, dtypes, resident, transport, self.runtime.pool, self.ledger)
+        bundle = Bundle(key, pack, dtypes, self._placement(), transport, self.runtime.pool, self.ledger, self.copies)
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
+        if self.host is not None and bundle.placement.state == "host":
+            local = self.host.locals_of(bundle, tenants)
+            bundle.use_locals(local)
+        remainders = self.host.remainders if self.host is not None else {}
         for index, tenant in enumerate(tenants):
             value, slot = fresh.value(tenant), pack.slots[index]
             start, stop = slot.rows(transport.rank)
             rows = value[start:stop] if slot.shape else value
             with torch.no_grad():
                 (full[index].copy_(value) if full is not None else compute[index].copy_(rows))
-                if bundle.master is not None:
+                if local[index].data_ptr() != compute[index].data_ptr():
                     local[index].copy_(rows)
+                if tenant.name in remainders:
+                    remainders[tenant.name].copy_(split(rows.float().cpu().reshape(-1))[1])
             leaf = leaf_of(full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad)
             home = make_home(tenant, slot, local[index], self.faces)
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))
+            bundle.params[-1].remainder = remainders.get(tenant.name)
             fresh.done(tenant)
         return bundle
+
+    def _placement(self) -> Placement:
+        offload = self.options.offload
+        streamed = offload is not None and offload.parameters == "host"
+        resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
+        return Placement(resident, "host" if offload is not None and offload.optimizer == "host" else "device",
+                         "host" if streamed else "device")  # fmt: skip
 
     # ------------------------------------------------------------------ gradients
 
     def _gradients(self, params: list[Param]) -> Gradients | LocalGradients:
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
-        dtypes = [self._grad_dtypes(p) for p in trainable]
+        dtypes = {p.name: self._grad_dtypes(p) for p in trainable}
+        by_name = {p.name: p for p in params}
+        sinks: dict[str, Sink] = {}
+        if self.host is not None:
+            counted = self.transport.rank == 0 or self.options.stage == 0
+            sinks = self.host.sinks(by_name, {name: landed for name, (_, landed) in dtypes.items()}, self.faces, counted)
+        plots = self.host.plots if self.host is not None else []
         if self.transport.size == 1:
-            return LocalGradients(trainable, [landed for _, landed in dtypes])
-        groups: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
-        for param, pair in zip(trainable, dtypes, strict=True):
-            groups.setdefault(pair, []).append(param)
+            local = [LocalBucket([by_name[n] for n in plot.names], plot.spans, plot.numel, dtypes[plot.names[0]][1], sinks[plot.names[0]])
+                     for plot in plots]  # fmt: skip
+            return LocalGradients(trainable, [dtypes[p.name][1] for p in trainable], local)
+        on_host = {name for plot in plots for name in plot.names}
+        groups: dict[tuple[torch.dtype, torch.dtype], list[list[Param]]] = {}
+        for plot in plots:
+            groups.setdefault(dtypes[plot.names[0]], []).append([by_name[n] for n in plot.names])
+        for pair in dict.fromkeys(dtypes.values()):
+            sizes = [(p.name, p.leaf.numel() * pair[0].itemsize) for p in trainable if dtypes[p.name] == pair and p.name not in on_host]
+            for names in buckets(sizes, self.options.bucket_bytes):
+                groups.setdefault(pair, []).append([by_name[n] for n in names])
         result: list[Bucket] = []
         for pair, members in groups.items():
+            members.sort(key=lambda ps: -max(order[id(p.home)] for p in ps))
             result += self._buckets(pair, members, len(result))
+        for bucket in result:
+            bucket.sink = sinks.get(bucket.params[0].name)
         return Gradients(result, self.transport, self.faces, self.options.stage, self.ledger)
 
     def _grad_dtypes(self, param: Param) -> tuple[torch.dtype, torch.dtype]:
@@ -140,14 +180,8 @@ class Builder:
             return param.leaf.dtype, param.leaf.dtype
         return getattr(torch, precision.wire), getattr(torch, precision.landed)
 
-    def _buckets(self, dtypes: tuple[torch.dtype, torch.dtype], params: list[Param], first: int) -> list[Bucket]:
-        by_name = {p.name: p for p in params}
-        sizes = [(p.name, p.leaf.numel() * dtypes[0].itemsize) for p in params]
-        packs, members = [], []
-        for names in buckets(sizes, self.options.bucket_bytes):
-            slots = [self._grad_slot(by_name[name].slot) for name in names]
-            packs.append(Pack(tuple(slots), self.transport.size, flags=True))
-            members.append([by_name[name] for name in names])
+    def _buckets(self, dtypes: tuple[torch.dtype, torch.dtype], members: list[list[Param]], first: int) -> list[Bucket]:
+        packs = [Pack(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True) for ps in members]
         wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes[0])
         return [Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
                 for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))]  # fmt: skip
@@ -166,6 +200,12 @@ class Builder:
         for size in sizes:
             self.ledger.book(kind, size * dtype.itemsize)  # type: ignore[arg-type]
         return [ring[i % count] for i in range(len(packs))]
+
+
+def _check_offload(options: Options, transport: Transport) -> None:
+    assert options.offload is not None
+    if options.offload.parameters == "host" and transport.size > 1 and not options.shards_params:
+        raise OptionError(f"Offload(parameters=\"host\") streams parameters unit by unit, which stage {options.stage} does not: pass stage=3.")
 
 
 class _Materialiser:

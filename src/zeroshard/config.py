@@ -119,6 +119,52 @@ def patterns(value: str | Sequence[str], what: str) -> tuple[str, ...]:
     return result
 
 
+Tier = Literal["device", "host", "disk", "auto"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where optimizer state and parameters rest.
+
+    - `optimizer`: ``"host"`` keeps master weights and moments in host memory and updates them there.
+    - `parameters`: ``"host"`` keeps the compute weights there too and streams them in unit by unit.
+    - `master`: ``"split"`` stores an fp32 master as the bf16 weight plus a 16-bit remainder: 2 bytes fewer, bit-exact.
+    - `moments`: ``"int8"`` stores Adam's moments in blocks of 8-bit codes: 6 bytes fewer (`rounding`).
+    - `undo`: whether room is kept to take early updates back when the norm exceeds `clip_norm` (2 bytes a parameter on the device
+      during backward). Without it such a step is an error.
+    - `threads`: worker threads for the update (default: the cores this process may use, less two that launch work).
+    - `stages`: buckets in flight between device and host.
+
+    Exact, except for 8-bit moments.
+    """
+
+    optimizer: Tier = "host"
+    parameters: Tier = "device"
+    master: Literal["plain", "split"] = "plain"
+    moments: Literal["float32", "int8"] = "float32"
+    undo: bool = True
+    threads: int | None = None
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        known = {"optimizer": ("device", "host"), "parameters": ("device", "host"), "master": ("plain", "split"),
+                 "moments": ("float32", "int8")}  # fmt: skip
+        for field, values in known.items():
+            value = getattr(self, field)
+            if value not in values:
+                raise OptionError(f"Offload.{field}={value!r} is not one of {', '.join(values)}.{did_you_mean(str(value), values)}")
+        if self.optimizer == "device" and self.parameters == "device":
+            raise OptionError("Offload(optimizer=\"device\", parameters=\"device\") offloads nothing: drop offload=, or say \"host\".")
+        if self.optimizer == "device" and (self.master == "split" or self.moments == "int8"):
+            raise OptionError("Offload: master=\"split\" and moments=\"int8\" belong to the host update; they need optimizer=\"host\".")
+        if self.stages < 2:
+            raise OptionError(f"Offload.stages={self.stages}: at least two buckets must be in flight.")
+
+    @property
+    def numerics(self) -> Numerics:
+        return "rounding" if self.moments == "int8" else "exact"
+
+
 @dataclass(frozen=True)
 class Options:
     """Everything that `shard` can be told, in one frozen record. See `shard` for the meaning of each."""
@@ -132,6 +178,8 @@ class Options:
     split: Literal["auto", "rows", "whole"] = "auto"
     buffers: Literal["broadcast", "local"] = "broadcast"
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    offload: Offload | None = None
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -149,6 +197,10 @@ class Options:
             raise OptionError(f"prefetch={self.prefetch!r} must be a number of units, 0 or more.")
         if not isinstance(self.recompute, bool):
             put(self, "recompute", patterns(self.recompute, "recompute"))
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise OptionError(f"offload={self.offload!r} must be a zs.Offload(...).")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise OptionError(f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing).")
         for field, known in (("split", ("auto", "rows", "whole")), ("buffers", ("broadcast", "local")),
                              ("transport", ("auto", "shm", "gloo", "nccl"))):  # fmt: skip
             value = getattr(self, field)
@@ -189,3 +241,5 @@ class OptionKeys(TypedDict, total=False):
     split: Literal["auto", "rows", "whole"]
     buffers: Literal["broadcast", "local"]
     transport: Literal["auto", "shm", "gloo", "nccl"]
+    offload: Offload | None
+    clip_norm: float | None

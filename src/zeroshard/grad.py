@@ -19,7 +19,7 @@ ends goes out then, with zeros. So no rank ever waits for a bucket that another 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,8 +30,14 @@ from .pool import Ledger
 from .shard import Faces, Param
 
 
+# Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see `host`.
+Sink = Callable[[Tensor, list[bool]], None]
+
+
 class Bucket:
-    """Gradients that are reduced together."""
+    """Gradients that are reduced together. With a `sink` they go there; without, `home.grad` shows them."""
+
+    sink: Sink | None = None
 
     def __init__(self, index: int, pack: Pack, params: Sequence[Param], wire: Region, transport: Transport,
                  dtypes: tuple[torch.dtype, torch.dtype], device: torch.device) -> None:  # fmt: skip
@@ -43,6 +49,7 @@ class Bucket:
         self._flags = [self._flag_view(rank) for rank in range(pack.world)]
         self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
         self.landed: Tensor | None = None
+        self.whole: Tensor | None = None
         self.grads: list[Tensor] = []  # per parameter, what home.grad shows
 
     @property
@@ -127,7 +134,7 @@ class Gradients:
             if self.stage > 0:
                 ledger.book("gradients", bucket.landed.nbytes)
         if self.stage == 0:
-            whole = torch.zeros(pack.full, dtype=bucket.dtype, device=bucket.device)
+            whole = bucket.whole = torch.zeros(pack.full, dtype=bucket.dtype, device=bucket.device)
             ledger.book("gradients", whole.nbytes)
             bucket.grads = [whole[at : at + s.numel].view(s.shape) for s, at in zip(pack.slots, pack.full_offsets, strict=True)]
             return
@@ -156,6 +163,8 @@ class Gradients:
 
     def _keep_aside(self, bucket: Bucket) -> None:
         """Gradients of earlier backward passes, which the landing is about to overwrite, are added back when it has landed."""
+        if bucket.sink is not None:
+            return
         held = [p.home.grad for p in bucket.params]
         if any(g is not None for g in held):
             locals_ = [None if g is None else Faces.local(g) for g in held]
@@ -208,7 +217,12 @@ class Gradients:
         self.transport.fence()
 
     def _show(self, bucket: Bucket) -> None:
-        """Set `home.grad`, adding what earlier backward passes had left there."""
+        """Set `home.grad`, adding what earlier backward passes had left there; or hand the gradient to the bucket's sink."""
+        if bucket.sink is not None:
+            flat = bucket.whole if bucket.whole is not None else bucket.landed
+            assert flat is not None
+            bucket.sink(flat, bucket.used_anywhere())
+            return
         aside = self._aside.pop(bucket.index, None)
         for index, (param, used) in enumerate(zip(bucket.params, bucket.used_anywhere(), strict=True)):
             before = aside[index] if aside is not None else None
@@ -223,16 +237,50 @@ class Gradients:
                 param.home.grad = None
 
 
+class LocalBucket:
+    """One rank: gradients that go to a sink together, in one flat tensor made on the spot (and freed when the sink lets it go)."""
+
+    def __init__(self, params: Sequence[Param], spans: Sequence[tuple[int, int]], numel: int, dtype: torch.dtype, sink: Sink) -> None:
+        self.params, self.spans, self.numel, self.dtype, self.sink = list(params), list(spans), numel, dtype, sink
+        self.waiting = len(self.params)
+        self._padded = sum(n for _, n in self.spans) < numel  # padding counts towards the norm, so it must be zero
+
+    @torch.no_grad()
+    def send(self) -> None:
+        grads = [p.leaf.grad for p in self.params]
+        used = [g is not None for g in grads]
+        if not any(used):
+            return
+        device = self.params[0].leaf.device
+        flat = (torch.empty if all(used) and not self._padded else torch.zeros)(self.numel, dtype=self.dtype, device=device)
+        pairs = [(flat[at : at + n], g.reshape(-1)) for (at, n), g in zip(self.spans, grads, strict=True) if g is not None]
+        torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
+        for param in self.params:
+            param.leaf.grad = None
+        self.sink(flat, used)
+
+
 class LocalGradients:
-    """One rank: nothing travels, and the leaf's gradient itself becomes the home's."""
+    """One rank: nothing travels. The leaf's gradient itself becomes the home's, or goes to a sink with its bucket."""
 
     buckets: tuple[Bucket, ...] = ()
 
-    def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype], buckets: Sequence[LocalBucket] = ()) -> None:
         self._dtypes = dict(zip(params, dtypes, strict=True))
+        self._local_buckets = list(buckets)
+        self._bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+
+    def arrived(self, param: Param) -> None:
+        bucket = self._bucket_of.get(param)
+        if bucket is None:
+            self._land(param)
+            return
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            bucket.send()
 
     @torch.no_grad()
-    def arrived(self, param: Param) -> None:
+    def _land(self, param: Param) -> None:
         grad = param.leaf.grad
         if grad is None:
             return
@@ -241,5 +289,10 @@ class LocalGradients:
         param.home.grad = grad if param.home.grad is None else param.home.grad.add_(grad)
 
     def finish(self) -> None:
+        """Land what was accumulated without synchronisation and not used since, and send buckets that did not fill."""
         for param in self._dtypes:
-            self.arrived(param)  # accumulated without synchronisation, and not used since
+            if param not in self._bucket_of:
+                self._land(param)
+        for bucket in self._local_buckets:
+            bucket.send()
+            bucket.waiting = len(bucket.params)

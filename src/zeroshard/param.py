@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from .comm import Region, Transport, Work
 from .layout import Pack
 from .pool import Ledger, Pool
 from .shard import Param
+from .tier import Copies, Mark, pinned
 
 
 class Residence(Enum):
@@ -46,12 +47,22 @@ class Saved:
     index: int | None
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a bundle rests. `resident`: its leaves are always whole on the device. `state` and `rows` name a tier."""
+
+    resident: bool
+    state: Literal["device", "host"] = "device"
+    rows: Literal["device", "host"] = "device"
+
+
 class Bundle:
     """Parameters of one unit and one compute dtype, gathered by one operation."""
 
-    def __init__(self, key: str, pack: Pack, dtypes: tuple[torch.dtype, torch.dtype], resident: bool, transport: Transport,
-                 pool: Pool, ledger: Ledger) -> None:  # fmt: skip
-        self.key, self.pack, self.resident = key, pack, resident
+    def __init__(self, key: str, pack: Pack, dtypes: tuple[torch.dtype, torch.dtype], placement: Placement, transport: Transport,
+                 pool: Pool, ledger: Ledger, copies: Copies) -> None:  # fmt: skip
+        self.key, self.pack, self.placement, self.copies = key, pack, placement, copies
+        resident = self.resident = placement.resident
         self.dtype, self.master_dtype = dtypes
         self.transport, self.pool = transport, pool
         self.params: list[Param] = []
@@ -59,9 +70,11 @@ class Bundle:
         self.epoch = 0  # the last epoch whose rows of the peers are in `full`
         self._work: Work | None = None
         self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}
-        self._blank = torch.empty(()) if resident else torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=pool.device)
+        nothing = float("nan") if self.dtype.is_floating_point else 0
+        self._blank = None if resident else torch.full((), nothing, dtype=self.dtype, device=pool.device)
         self._allocate(ledger)
         self._compute, self._local = self.compute_views(), self.local_views()
+        self.updated_by_host = False  # the host update writes the compute rows itself
         self._cuts = pack.cuts_of_full() if resident else pack.cuts_of_pieces()
 
     def _allocate(self, ledger: Ledger) -> None:
@@ -72,12 +85,15 @@ class Bundle:
         # Where the transport's memory is not on our device (two ranks on one GPU), the region is a mirror.
         own = self.region.mine if self.region is not None and self.region.mine.device == device else None
         self._mirrored = self.region is not None and own is None
-        store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
+        if self.placement.rows == "host" and (own is None or own.device.type != "cpu"):
+            store = pinned(size * self.dtype.itemsize, device).view(self.dtype)
+        else:
+            store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
         self.full: Tensor | None = store if self.resident else None
         self.rows: Tensor | None = None if self.resident else store
-        ledger.book("parameters", store.nbytes)
+        ledger.book("host" if store.device != device or self.placement.rows == "host" else "parameters", store.nbytes)
         self.master: Tensor | None = None
-        if self.master_dtype != self.dtype:
+        if self.master_dtype != self.dtype and self.placement.state == "device":
             self.master = torch.zeros(self.pack.body(rank), dtype=self.master_dtype, device=device)
             ledger.book("state", self.master.nbytes)
 
@@ -110,6 +126,7 @@ class Bundle:
 
     def blank(self, index: int) -> Tensor:
         """What a leaf shows while its bundle is sharded: the right shape, and NaN."""
+        assert self._blank is not None
         return self._blank.expand(self.pack.slots[index].shape)
 
     # ------------------------------------------------------------------ verbs
@@ -122,6 +139,10 @@ class Bundle:
                 self.rows[: self.master.numel()].copy_(self.master)
             else:
                 torch._foreach_copy_(self._compute, self._local)
+        elif self.placement.state == "host" and not self.updated_by_host:
+            for row, local in zip(self._compute, self._local, strict=True):
+                if row is not local:
+                    row.copy_(local)
         if self._mirrored:
             assert self.region is not None
             source = self.rows if self.rows is not None else self.full
@@ -139,12 +160,22 @@ class Bundle:
             _, out = self._views_of(self.full)
             if self.region is None:
                 if not self.resident:
-                    torch._foreach_copy_(out[self.transport.rank], [v.view(-1) for v in self._compute])
+                    self._fetch(out[self.transport.rank])
             else:
                 kind = "publish" if self.resident else "gather"
                 self._work = self.transport.gather(kind, self.key, self.region, self._cuts, out)
         self.epoch = epoch
         self.residence = Residence.GATHERING
+
+    def _fetch(self, out: list[Tensor]) -> None:
+        """One rank, rows on the host: bring them in beside the computation."""
+        after = self.copies.here()  # the buffer may still be read by what was launched before
+        mark = self.copies.back(out, [view.view(-1) for view in self._compute], after)
+        self._work = _Arrival(mark)
+
+    def use_locals(self, local: list[Tensor]) -> None:
+        """Master rows that live elsewhere: in the state of the host update."""
+        self._local = local
 
     def finish(self) -> bool:
         """Complete a gather. True if the bundle became FULL by this call."""
@@ -200,6 +231,19 @@ class Bundle:
         with torch.no_grad():
             view = torch.as_strided(self.full, saved.size, saved.stride, saved.offset)
             return view.clone() if builds_graph else view
+
+
+class _Arrival:
+    """A copy from the host, as work."""
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+
+    def poll(self) -> bool:
+        return self._mark.passed()
+
+    def wait(self) -> None:
+        self._mark.wait_on_device()
 
 
 class SavedTensors:

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["parameters", "gradients", "state", "gathered", "buckets"]
-KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "gathered", "buckets")
+Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging"]
+KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "gathered", "buckets", "host", "staging")
 
 
 class Ledger:

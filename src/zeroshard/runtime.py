@@ -11,6 +11,7 @@ and what comes later is reduced in another round and added: slower, but the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +25,10 @@ from .comm import Region, Transport
 from .config import Options
 from .errors import StateError
 from .grad import Gradients, LocalGradients
+from .host import HostUpdates, Part
 from .layout import Slot
 from .param import Bundle, SavedTensors
+from .place import Host
 from .pool import Ledger, Pool
 from .shard import Faces, Param
 from .step import Update
@@ -43,6 +46,7 @@ class LiveUnit:
         self.trainable = sum(p.trainable for p in self.params)
         self.expected = self.trainable  # gradients that have yet to arrive in this backward
         self.sharded = any(not b.resident for b in self.bundles)
+        self.parts: list[Part] = []  # updates on the host that its weights wait for
 
     def stand_leaves(self) -> None:
         for param in self.params:
@@ -67,6 +71,9 @@ class Runtime:
         self.units: list[LiveUnit] = []
         self.gradients: Gradients | LocalGradients
         self.updates: list[Update] = []
+        self.host: Host | None = None
+        self.norm = 0.0  # of the last gradient, where clip_norm asked for it
+        self._settled = True  # the norm of the last backward has been dealt with
         self.buffers: list[Tensor] = []  # what the root's forward broadcasts from rank 0
         self.saved = SavedTensors(pool, self.ensure)
         self.sync = True
@@ -85,7 +92,8 @@ class Runtime:
         self._arrivals = 0
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
         # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
-        self._overlaps = transport.name in ("gloo", "nccl")
+        streams = options.offload is not None and options.offload.parameters == "host"
+        self._overlaps = transport.name in ("gloo", "nccl") or streams
 
     # ------------------------------------------------------------------ forward
 
@@ -141,6 +149,8 @@ class Runtime:
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._abandon()
         if self._stale:
+            if self._host_updates is not None and self.transport.size > 1:
+                self._host_updates.drain()  # peers will read this rank's rows
             for bundle in self.bundles:
                 bundle.refresh()
             self.transport.open()
@@ -161,12 +171,16 @@ class Runtime:
     def _bring(self, unit: LiveUnit) -> None:
         """Gather a unit, start on the ones that come next, and wait for it."""
         with self._span("gather", unit):
+            if self._host_updates is not None and self._task is None:
+                for part in unit.parts:
+                    self._host_updates.wait(part)
             for bundle in unit.bundles:
                 bundle.gather(self._epoch)
             if self._overlaps and unit.sharded:
                 for ahead in self._upcoming(unit):
-                    for bundle in ahead.bundles:
-                        bundle.gather(self._epoch)
+                    if all(part.done.is_set() for part in ahead.parts):
+                        for bundle in ahead.bundles:
+                            bundle.gather(self._epoch)
             for bundle in unit.bundles:
                 bundle.finish()
 
@@ -253,6 +267,7 @@ class Runtime:
                 if self._nested and self.transport.size > 1:
                     self._land_late_ones()
                 self.unsynced = False
+                self._settled = False
         for unit in self.units:
             unit.expected = unit.trainable
             if unit.depth == 0:
@@ -280,9 +295,40 @@ class Runtime:
                              "outside of the block before optimizer.step().")  # fmt: skip
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else _nothing():
             self.transport.fence()  # peers have read the rows that are about to change
+            self._settle()
             update.run(step)
         self._stale = True
         self.steps += 1
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Once per backward: the global norm, what it clips, and whether the host's updates stand."""
+        limit = self.options.clip_norm
+        if limit is None or self._settled:
+            return
+        self._settled = True
+        grads = [(p, Faces.local(p.home.grad)) for p in self.params if p.home.grad is not None]
+        scale = 1.0
+        if math.isfinite(limit):
+            self.norm = self._global_norm(grads)
+            scale = min(1.0, limit / (self.norm + 1e-6))
+        if self._host_updates is not None:
+            self._host_updates.commit(self.norm, scale)
+        if scale < 1.0 and grads:
+            torch._foreach_mul_([grad for _, grad in grads], scale)
+
+    def _global_norm(self, grads: list[tuple[Param, Tensor]]) -> float:
+        """Every row is counted once: by its owner, or where all ranks hold it, by rank 0."""
+        rows = self.options.shards_state and self.transport.size > 1
+        mine = [g for p, g in grads if not rows or p.slot.split != "copy" or self.transport.rank == 0]
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in mine if g.numel()]
+        squares += self._host_updates.squares() if self._host_updates is not None else []
+        total = float(torch.stack([s.to(squares[0].device) for s in squares]).sum(dtype=torch.float64)) if squares else 0.0
+        return math.sqrt(self.transport.sum([total])[0] if rows else total)
+
+    @property
+    def _host_updates(self) -> HostUpdates | None:
+        return self.host.updates if self.host is not None else None
 
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
@@ -329,6 +375,23 @@ class Runtime:
             for unit in self.units:
                 if unit.depth == 0:
                     unit.release()
+
+    def adopt_parts(self, parts: list[Part]) -> None:
+        unit_of = {id(p): unit for unit in self.units for p in unit.params}
+        for part in parts:
+            unit_of[id(part.params[0])].parts.append(part)
+
+    def settle_host(self) -> None:
+        """Wait until the host has done all it was asked to."""
+        if self._host_updates is not None:
+            self._host_updates.drain()
+
+    def close(self) -> None:
+        """End the threads, after what they have begun."""
+        self.closed = True
+        if self._host_updates is not None:
+            self._host_updates.drain()
+            self._host_updates.close()
 
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units

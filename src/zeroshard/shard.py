@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .layout import Slot
+from .native import join, split
 from .units import Place, Tenant
 
 
@@ -60,10 +61,27 @@ class Param:
         self.places: list[Place] = tenant.places
         self.original = tenant.parameter
         self.slot, self.leaf, self.local, self.home = slot, leaf, local, home
+        self.remainder: Tensor | None = None  # int16, on the host, flat: the other half of a split master
 
     @property
     def trainable(self) -> bool:
         return self.home.requires_grad
+
+    @torch.no_grad()
+    def read_master(self) -> Tensor:
+        """This rank's rows in master precision."""
+        if self.remainder is None:
+            return self.local
+        return join(self.local.cpu().reshape(-1), self.remainder).view(self.local.shape)
+
+    @torch.no_grad()
+    def write_master(self, rows: Tensor) -> None:
+        if self.remainder is None:
+            self.local.copy_(rows)
+            return
+        weight, remainder = split(rows.float().cpu().reshape(-1).contiguous())
+        self.local.copy_(weight.view(self.local.shape))
+        self.remainder.copy_(remainder)
 
     def stand(self, parameter: nn.Parameter) -> None:
         """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""

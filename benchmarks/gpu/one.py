@@ -1,0 +1,174 @@
+"""One system, one size, one process on one GPU: prints a `RESULT {json}` line.
+
+Systems: `plain` (bf16 weights, fp32 master and AdamW on the GPU, written out in PyTorch), `fsdp2`, and `zs-STAGE` with options,
+e.g. `zs-3`, `zs-2:offload=host`. Every system trains the same Llama-shaped model on the same tokens with clipping at 1.0, so that
+losses can be compared; a row whose losses do not agree does not count.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from torch import nn
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "src")]
+from llama import LM, VOCAB, flops_per_token, nparams  # noqa: E402
+
+LR, CLIP = 1e-4, 1.0
+
+
+def build(size, dtype, device):
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = LM(size)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def plain(args, batch):
+    model = build(args.size, torch.bfloat16, "cuda")
+    master = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(master, lr=LR, fused=True)
+    norms = []
+
+    def step(i):
+        total = 0.0
+        for k in range(args.accum):
+            loss = model(*batch(i * args.accum + k))
+            (loss / args.accum).backward()
+            total += loss.detach() / args.accum
+        params = list(model.parameters())
+        norms.append(nn.utils.clip_grad_norm_(params, CLIP))
+        for m, p in zip(master, params, strict=True):
+            m.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, master)
+        for m in master:
+            m.grad = None
+        return total
+
+    return step, norms, lambda: {}
+
+
+def fsdp2(args, batch):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("cuda:nccl,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    model = build(args.size, torch.float32, "cuda")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return loop(model, optimizer, args, batch, None)
+
+
+def loop(model, optimizer, args, batch, run, clip=True):
+    norms = []
+
+    def step(i):
+        total = 0.0
+        for k in range(args.accum):
+            loss = model(*batch(i * args.accum + k))
+            if run is not None and k < args.accum - 1:
+                with run.no_sync():
+                    (loss / args.accum).backward()
+            else:
+                (loss / args.accum).backward()
+            total += loss.detach() / args.accum
+        if clip:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step, norms, (lambda: {} if run is None else run.stats().as_dict())
+
+
+def zeroshard(args, batch):
+    import zeroshard as zs
+
+    name, _, extra = args.system.partition(":")
+    given = dict(item.split("=", 1) for item in extra.split(",") if item)
+    offload = {k: v for k, v in given.items() if k in ("optimizer", "parameters", "path", "device_bytes", "host_bytes", "master", "moments")}
+    options = {"clip_norm": CLIP, "offload": zs.Offload(**offload)} if offload else {}
+    with torch.device("meta"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = LM(args.size)
+        torch.set_default_dtype(torch.float32)
+    if not offload:
+        model = build(args.size, torch.bfloat16, "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    run = zs.shard(model, optimizer, stage=int(name[3:]), precision="bf16", **options)
+    return loop(model, optimizer, args, batch, run, clip=not offload)
+
+
+def memory():
+    with open("/proc/self/status") as f:
+        lines = dict(line.split(":", 1) for line in f if ":" in line)
+    return {k: round(int(lines[k].split()[0]) / 2**20, 2) for k in ("VmRSS", "VmHWM")}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system")
+    parser.add_argument("size")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--mbs", type=int, default=8)
+    parser.add_argument("--accum", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--cap-gib", type=float, default=0)
+    parser.add_argument("--trace", default="")
+    args = parser.parse_args()
+    start = time.time()
+    torch.cuda.set_device(0)
+    if args.cap_gib:
+        torch.cuda.set_per_process_memory_fraction(args.cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+
+    def batch(i):
+        generator = torch.Generator().manual_seed(1000 + i)
+        ids = torch.randint(0, VOCAB, (args.mbs, args.seq + 1), generator=generator).cuda()
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    make = {"plain": plain, "fsdp2": fsdp2}.get(args.system, zeroshard)
+    out = {"system": args.system, "size": args.size, "params_b": nparams(args.size) / 1e9}
+    step, norms, stats = make(args, batch)
+    out["init_s"] = round(time.time() - start, 1)
+    times, losses = [], []
+    for i in range(args.steps):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        losses.append(step(i).item())
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    tokens = args.mbs * args.seq * args.accum
+    out.update(step_s=statistics.median(times[2:]), times=[round(t, 4) for t in times], losses=[round(x, 4) for x in losses],
+               norms=[round(float(n), 3) for n in norms], tok_s=tokens / statistics.median(times[2:]),
+               tflops=flops_per_token(args.size, args.seq) * tokens / statistics.median(times[2:]) / 1e12,
+               gpu_peak_gib=torch.cuda.max_memory_allocated() / 2**30, gpu_reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
+               **memory(), stats=stats())  # fmt: skip
+    if args.trace:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            step(args.steps)
+            step(args.steps + 1)
+        profiler.export_chrome_trace(args.trace)
+    print("RESULT " + json.dumps(out), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

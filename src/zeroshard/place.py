@@ -1,0 +1,169 @@
+"""Builds what offloading needs: which parameters share a part, their state on the host, and the sinks of their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from .config import Offload, Options
+from .errors import OptionError
+from .grad import Sink
+from .host import HostGradients, HostUpdates, Part
+from .layout import Slot, aligned, buckets
+from .native import AdamRows, SgdRows, Workers, allocate, usable_cores
+from .param import Bundle
+from .pool import Ledger
+from .shard import Faces, Param
+from .tier import Copies, Ring
+from .units import Tenant
+
+
+@dataclass
+class Plot:
+    """Parameters of one bundle and one optimizer group whose state lies together on the host, before they are `Param`s."""
+
+    names: list[str]
+    spans: list[tuple[int, int]]
+    numel: int
+    optimizer: Optimizer
+    group: dict[str, Any]
+    state: AdamRows | SgdRows | None  # None: the optimizer keeps its own
+    master: Tensor | None
+    targets: list[Tensor]
+
+
+class Host:
+    """Everything of one run that is placed on the host."""
+
+    def __init__(self, options: Options, optimizers: Sequence[Optimizer], rank: int, copies: Copies, ledger: Ledger) -> None:
+        assert options.offload is not None
+        self.options, self.offload, self.rank, self.copies, self.ledger = options, options.offload, rank, copies, ledger
+        self.owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
+        self.plots: list[Plot] = []
+        self.remainders: dict[str, Tensor] = {}  # of split masters, by parameter
+        self.parts: list[Part] = []
+        self.updates: HostUpdates | None = None
+        _check(self.offload, options)
+
+    # ------------------------------------------------------------------ state
+
+    def locals_of(self, bundle: Bundle, tenants: Sequence[Tenant]) -> list[Tensor]:
+        """Make the host state of a bundle's trainable parameters; returns the master rows of all of its parameters."""
+        compute = bundle.compute_views()
+        slots = dict(zip((t.name for t in tenants), bundle.pack.slots, strict=True))
+        index = {t.name: i for i, t in enumerate(tenants)}
+        result = list(compute)
+        groups: dict[int, list[Tenant]] = {}
+        for tenant in tenants:
+            if tenant.parameter.requires_grad and id(tenant.parameter) in self.owner:
+                groups.setdefault(id(self.owner[id(tenant.parameter)][1]), []).append(tenant)
+        for members in groups.values():
+            sizes = [(t.name, t.parameter.numel() * bundle.dtype.itemsize) for t in members]
+            for names in buckets(sizes, self.options.bucket_bytes):
+                optimizer, group = self.owner[id(tenants[index[names[0]]].parameter)]
+                plot = self._plot(names, [slots[n] for n in names], [compute[index[n]] for n in names], optimizer, group, bundle)
+                for name, (at, n) in zip(names, plot.spans, strict=True):
+                    if plot.master is not None:
+                        result[index[name]] = plot.master[at : at + n].view(compute[index[name]].shape)
+                    elif plot.state is not None and plot.state.remainder is not None:
+                        self.remainders[name] = plot.state.remainder[at : at + n]
+                self.plots.append(plot)
+        return result
+
+    def _plot(self, names: list[str], slots: list[Slot], targets: list[Tensor], optimizer: Optimizer, group: dict[str, Any],
+              bundle: Bundle) -> Plot:  # fmt: skip
+        spans, at = [], 0
+        for slot in slots:
+            spans.append((at, slot.held(self.rank)))
+            at += aligned(slot.held(self.rank))
+        fast = self.is_fast(optimizer, bundle.master_dtype)
+        splits = fast and self.offload.master == "split"
+        if splits and bundle.dtype != torch.bfloat16:
+            raise OptionError(f"Offload(master=\"split\") needs bf16 compute weights; `{names[0]}` computes in {bundle.dtype}. "
+                              "Pass precision=\"bf16\", or master=\"plain\".")  # fmt: skip
+        state: AdamRows | SgdRows | None = None
+        if fast:
+            state = self._state(at, optimizer, group, splits)
+            master = state.master
+        else:
+            master = allocate(at, [bundle.master_dtype])[0]
+        self.ledger.book("host", sum(t.nbytes for t in (vars(state).values() if state is not None else [master]) if t is not None))
+        bundle.updated_by_host = fast
+        return Plot(names, spans, at, optimizer, group, state, master, [t.view(-1) for t in targets])
+
+    def is_fast(self, optimizer: Optimizer, master: torch.dtype) -> bool:
+        """Whether the native kernels run this optimizer, overlapped. It needs `clip_norm`, which promises one step per backward."""
+        precision = self.options.precision
+        scaled = precision is not None and precision.compute == "float16"
+        return self.options.clip_norm is not None and type(optimizer) in (Adam, AdamW, SGD) and master == torch.float32 and not scaled
+
+    def _state(self, numel: int, optimizer: Optimizer, group: dict[str, Any], splits: bool) -> AdamRows | SgdRows:
+        if isinstance(optimizer, SGD):
+            dtypes = [torch.int16 if splits else torch.float32] + [torch.float32] * bool(group["momentum"])
+            first, *rest = allocate(numel, dtypes)
+            return SgdRows(None if splits else first, first if splits else None, rest[0] if rest else None)
+        return AdamRows.zeros(numel, master="split" if splits else "fp32", amsgrad=bool(group["amsgrad"]),
+                              moments="int8" if self.offload.moments == "int8" else "fp32")  # fmt: skip
+
+    # ------------------------------------------------------------------ gradients and updates
+
+    def sinks(self, params: dict[str, Param], grad_dtypes: dict[str, torch.dtype], faces: Faces, counted: bool) -> dict[str, Sink]:
+        """A sink for every plot, under the name of its first parameter; makes the parts and shows their state in the optimizer."""
+        result: dict[str, Sink] = {}
+        for plot in self.plots:
+            members = [params[name] for name in plot.names]
+            dtype = grad_dtypes[plot.names[0]]
+            if plot.state is None:
+                flat = allocate(plot.numel, [dtype])[0]
+                self.ledger.book("host", flat.nbytes)
+                rows = [flat[at : at + n].view(p.local.shape) for p, (at, n) in zip(members, plot.spans, strict=True)]
+                grads = [faces.show(row, p.slot) for row, p in zip(rows, members, strict=True)]
+                result[plot.names[0]] = HostGradients(members, grads, flat).accept
+                continue
+            counts = [counted or p.slot.split != "copy" for p in members]
+            part = Part(f"`{plot.names[0]}` … `{plot.names[-1]}`", members, plot.spans, plot.numel, plot.group, plot.state, plot.targets,
+                        dtype, counts)  # fmt: skip
+            self._show_state(plot, part)
+            self.parts.append(part)
+            result[plot.names[0]] = lambda flat, used, part=part: self._accept(part, flat, used)  # type: ignore[misc]
+        return result
+
+    def _accept(self, part: Part, flat: Tensor, used: list[bool]) -> None:
+        assert self.updates is not None
+        self.updates.accept(part, flat, used)
+
+    @staticmethod
+    def _show_state(plot: Plot, part: Part) -> None:
+        """`optimizer.state` shows the host's tensors themselves, so that state dicts and inspection work as ever."""
+        for param, (at, n) in zip(part.params, plot.spans, strict=True):
+            count = torch.zeros(())
+            part.shown_steps.append(count)
+            names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq", "momentum": "momentum_buffer"}
+            tensors = {shown: getattr(plot.state, field, None) for field, shown in names.items()}
+            state = {key: t[at : at + n].view(param.local.shape) for key, t in tensors.items() if t is not None}
+            plot.optimizer.state[param.home] = state if isinstance(plot.state, SgdRows) else {"step": count, **state}
+
+    def start(self) -> None:
+        """Make the staging ring and the threads, sized by the parts."""
+        if not self.parts:
+            return
+        largest = max(part.stage_bytes for part in self.parts)
+        ring = Ring(min(self.offload.stages, len(self.parts) + 1), largest, self.copies.device)
+        self.ledger.book("staging", ring.nbytes)
+        cores = usable_cores()
+        threads = self.offload.threads or max(1, len(cores) - 2)
+        clip = self.options.clip_norm if self.options.clip_norm is not None else math.inf
+        self.updates = HostUpdates(self.parts, ring, self.copies, Workers(threads), clip, self.offload.undo)
+
+
+def _check(offload: Offload, options: Options) -> None:
+    if options.clip_norm is None and (offload.master == "split" or offload.moments == "int8"):
+        raise OptionError("Offload(master=\"split\") and moments=\"int8\" are done by the overlapped host update, which needs clip_norm= "
+                          "(math.inf to clip nothing).")  # fmt: skip
+

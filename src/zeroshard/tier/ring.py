@@ -1,0 +1,60 @@
+"""A bounded ring of pinned staging memory. Whoever needs a stage when all are in use waits: that is the back-pressure which keeps
+host memory within the plan."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from ..errors import TierError
+from .copies import Mark
+from .pinned import pinned
+
+
+class Stage:
+    """One place in the ring: `memory` is flat bytes."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+    def view(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
+        size = numel * dtype.itemsize
+        return self.memory[offset : offset + size].view(dtype)
+
+
+class Ring:
+    """`count` stages of `nbytes` each."""
+
+    def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
+        nbytes = -(-nbytes // 64) * 64
+        self.nbytes = nbytes * count
+        self._memory = pinned(self.nbytes, device)
+        self._free: deque[tuple[Stage, Mark]] = deque((Stage(self._memory[i * nbytes : (i + 1) * nbytes]), Mark()) for i in range(count))
+        self._changed = threading.Condition()
+        self._broken: BaseException | None = None
+
+    def take(self) -> Stage:
+        """A stage whose last copy is done; waits for one if none is free."""
+        with self._changed:
+            while not self._free:
+                if self._broken is not None:
+                    raise TierError("the host update failed, so its staging memory never came free.") from self._broken
+                self._changed.wait(1.0)
+            stage, mark = self._free.popleft()
+        mark.wait_on_host()
+        return stage
+
+    def give(self, stage: Stage, after: Mark) -> None:
+        """Give a stage back; it is used again when the copy that `after` marks is done."""
+        with self._changed:
+            self._free.append((stage, after))
+            self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """Wake whoever waits: no stage will come back."""
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
