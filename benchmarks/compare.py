@@ -2,8 +2,8 @@
 
     python benchmarks/compare.py --model gpt-27m --repeats 3 --steps 6 --out
 
-Each repeat starts every system once, in rotated order, in a fresh pair of processes: a slow minute of the machine
-then falls on different systems in different repeats, and no system holds memory while another is timed.
+Each repeat starts every system once, in rotated order, in a fresh pair of processes: a slow minute of the
+machine then falls on different systems in different repeats, and none holds memory while another is timed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,10 +38,11 @@ WARMUP = 3
 GRACE_S = 10.0
 POLL_S = 0.05
 LOG_WIDTH = 140
+KERNELS = "src/zeroshard/native/_kernels*.so"
 
 
 def environment(rank: int) -> dict[str, str]:
-    """What `torchrun` would announce, one thread, and this checkout first on the path: it is the commit recorded."""
+    """What `torchrun` would announce, one thread, and this checkout first on the path."""
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
@@ -116,8 +118,8 @@ def rotated(systems: list[str], repeat: int, repeats: int) -> list[str]:
 def rehearse(systems: list[str], timeout_s: float, console: Console) -> None:
     """One unrecorded pair per package on the smallest model.
 
-    The first start of a package on a machine reads it from disk, and DeepSpeed compiles an extension (a minute):
-    no start-up that a user would see twice.
+    The first start of a package on a machine reads it from disk, and DeepSpeed compiles an extension (a
+    minute): no start-up that a user would see twice.
     """
     packages = {system.split("-")[0]: system for system in systems}
     for system in packages.values():
@@ -175,6 +177,7 @@ def facts(options: argparse.Namespace, load_before: float) -> dict[str, object]:
         "steps": f"{WARMUP} to warm up, {options.steps} timed",
         "versions": {name: version(name) for name in ("torch", "deepspeed", "zeroshard")}
         | {"python": platform.python_version()},
+        "kernels": "compiled" if list(HERE.parent.glob(KERNELS)) else "not built, torch does their work",
         "load": f"{load_before:.2f} before, {os.getloadavg()[0]:.2f} after",
     }
 
@@ -183,16 +186,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", choices=list(WORKLOADS), default="gpt-27m")
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="SYSTEM",
-                        help=f"of {', '.join(SYSTEMS)} (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=list(SYSTEMS),
+        default=list(SYSTEMS),
+        metavar="SYSTEM",
+        help=f"of {', '.join(SYSTEMS)} (default: all)",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="timed steps per repeat (default: 6)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="per pair (default: 300)")
     parser.add_argument(
         "--no-rehearsal", action="store_true", help="start-up times then include first-use costs"
     )
-    parser.add_argument("--out", nargs="?", type=Path, const=Path(), metavar="FILE.json",
-                        help="write results (default name: benchmarks/results/DATE-cpu-MODEL.json)")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE.json",
+        help="write results (default name: benchmarks/results/DATE-cpu-MODEL.json)",
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every bar is passed")
     options = parser.parse_args(arguments)
     if options.repeats < 1 or options.steps < 1:
@@ -206,6 +221,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """0 when every system that could run gave a valid row (and, with --check, every bar is passed)."""
     options, console = parse(arguments), Console()
+    # `timeout` and job schedulers end a command so; as an exception it takes the ranks along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not console.is_terminal:
         console = Console(width=LOG_WIDTH)
     load_before = os.getloadavg()[0]

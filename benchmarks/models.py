@@ -1,7 +1,7 @@
 """The models that are timed, and their data: all a pure function of (workload, seed, rank, step).
 
-Every model is called as `model(inputs, targets) -> loss` and keeps its repeated parts in `model.blocks`, so that
-one training loop and one rule for units ("each block, and the rest") serve every system alike.
+Every model is called as `model(inputs, targets) -> loss` and keeps its repeated parts in `model.blocks`, so
+that one training loop and one rule for units ("each block, and the rest") serve every system alike.
 """
 
 from __future__ import annotations

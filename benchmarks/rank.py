@@ -18,7 +18,7 @@ COMPARED_LOSSES = 5
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the driver tells a rank. `started` is on the host's monotonic clock, which all its processes share."""
+    """What the driver tells a rank. `started` is on the host's monotonic clock, which its processes share."""
 
     model: str
     system: str
@@ -56,8 +56,8 @@ def proc_bytes(file: str, field: str) -> int:
 def measure(assignment: Assignment) -> Measurement:
     """Train, and time the steps after the warm-up as one window without a barrier inside.
 
-    A barrier before every step would hide what a system leaves unfinished at the end of one (a gather put off to
-    the next forward, a prefetch), so the ranks meet once, before the window.
+    A barrier before every step would hide what a system leaves unfinished at the end of one (a gather put off
+    to the next forward, a prefetch), so the ranks meet once, before the window.
     """
     import torch
     from models import WORKLOADS
@@ -83,9 +83,9 @@ def measure(assignment: Assignment) -> Measurement:
     cpu = time.process_time() - cpu
     steps_ms = [1e3 * (end - begin) for begin, end in pairwise(times)]
 
-    # Peers map one another's pages under shared memory, so RSS counts those in every rank; PSS divides them, but
-    # only while all ranks live: hence the barriers around it. VmHWM and not getrusage's maxrss, which a child
-    # inherits from the process that forked it.
+    # Ranks map one another's pages under shared memory, so RSS counts those in every rank; PSS divides them,
+    # but only while all ranks live: hence the barriers around it. VmHWM and not getrusage's maxrss, which a
+    # child inherits from the process that forked it.
     dist.barrier()
     pss = proc_bytes("smaps_rollup", "Pss")
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Renders a finished comparison: tables on the terminal, the same in Markdown, and all raw numbers in JSON."""
+"""Renders a finished comparison: tables on the terminal, the same in Markdown, all raw numbers in JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that one call of `compare.py` found out. `facts` names model, hardware, commit, command, versions."""
+    """All that one call of `compare.py` found. `facts` names model, hardware, commit, command, versions."""
 
     facts: dict[str, object]
     rows: list[Row]
@@ -57,7 +57,7 @@ class Comparison:
             )
         if self.control is not None and self.control <= LOSS_TOLERANCE:
             said.append(
-                f"the check on losses is blind here: ranks that never communicate are only {self.control:.1e} off"
+                f"the check on losses is blind here: ranks that never communicate are {self.control:.1e} off"
             )
         return said
 
@@ -131,9 +131,8 @@ def markdown(comparison: Comparison) -> str:
     lines = [f"# {facts['title']}", ""]
     lines += [f"- {name}: {_inline(value)}" for name, value in facts.items() if name != "title"]
     if comparison.control is not None:
-        lines.append(
-            f"- loss gap of ranks that never communicate: {comparison.control:.1e} (tolerance {LOSS_TOLERANCE:g})"
-        )
+        gap = f"{comparison.control:.1e} (tolerance {LOSS_TOLERANCE:g})"
+        lines.append(f"- loss gap of ranks that never communicate: {gap}")
     lines += ["", "Medians over the repeats; per repeat, the median step of the slower rank.", ""]
     lines += _markdown_table(COLUMNS, (_cells(comparison.rows, row) for row in comparison.rows))
     lines += ["", "## Bars", ""]

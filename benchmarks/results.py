@@ -1,4 +1,4 @@
-"""From the raw numbers of every process to one row per system. Pure: nothing here starts or times anything."""
+"""From the raw numbers of every process to one row per system. Pure: nothing here starts or times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = Literal["ok", "INVALID", "FAILED", "MISSING"]
 
 @dataclass(frozen=True)
 class Run:
-    """One pair of processes: a rank's numbers each (as `rank.Measurement` has them), or why there are none."""
+    """One pair of processes: each rank's numbers (as `rank.Measurement` has them), or why there are none."""
 
     system: str
     repeat: int
@@ -62,7 +62,7 @@ class Row:
 
 
 def loss_gap(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference of any step; infinite where a loss is nan, which `max` would pass over."""
+    """The largest relative difference of any step; infinite where a loss is nan, which `max` passes over."""
     gaps = [abs(mine - other) / abs(other) for mine, other in zip(losses, reference, strict=True)]
     return math.inf if any(map(math.isnan, gaps)) else max(gaps)
 

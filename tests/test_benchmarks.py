@@ -23,7 +23,7 @@ def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def pure(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The modules that start nothing. They are scripts' neighbours, not a package: forgotten again afterwards."""
+    """The modules that start nothing; neighbours of a script, not a package, so forgotten afterwards."""
     names = ("results", "bars", "report")
     with mock.patch.dict(sys.modules):
         for name in names:
@@ -42,6 +42,7 @@ def pair(pure: SimpleNamespace, system: str, step_ms: float, losses: list[float]
     return pure.results.Run(system, repeat, (numbers(step_ms - 1, losses), numbers(step_ms, losses)))
 
 
+@pytest.mark.ranks
 def test_smoke_two_systems(tmp_path: Path) -> None:
     out = tmp_path / "results" / "smoke.json"
     done = compare(
@@ -55,12 +56,14 @@ def test_smoke_two_systems(tmp_path: Path) -> None:
     assert rows["none"]["loss_gap"] == 0.0, "the same model and data must give the same first loss"
     assert record["control_loss_gap"] > 1e-3, "the check could not tell a system that does not communicate"
     assert record["model"]["parameters"] == 34_688
-    assert record["versions"]["torch"] and record["commit"] and record["hardware"] and record["command"]
+    assert all(record[fact] for fact in ("commit", "hardware", "command", "date"))
+    assert record["versions"]["torch"] != "not installed"
     assert [len(run["ranks"]) for run in record["runs"]] == [2, 2]
     assert len(record["runs"][0]["ranks"][0]["losses"]) == 5
     assert "| ddp | " in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.ranks
 def test_pair_that_does_not_end_is_a_failed_row(tmp_path: Path) -> None:
     out = tmp_path / "late.json"
     done = compare(
