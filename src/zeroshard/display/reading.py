@@ -1,0 +1,79 @@
+"""What the display is told, and what it remembers of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+RATE_SECONDS = 10.0
+SMOOTHED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What plain data parallel training needs: bytes of memory per rank, bytes sent per step by a rank."""
+
+    memory: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the loop knows at one step."""
+
+    step: int
+    done: float  # 0 to 1: how much of the training is behind us
+    loss: float
+    validation: float | None = None  # where it was measured at this step
+    tokens: int = 0  # by all ranks, since the start
+    memory: Sequence[Mapping[str, int]] = ()  # by rank: bytes by kind
+    sent: Mapping[str, int] = field(default_factory=dict)  # bytes by kind, per step, by this rank
+    waited: float = 0.0  # part of the time spent waiting for communication, 0 to 1
+    facts: Mapping[str, str] = field(default_factory=dict)  # whatever else is worth a word
+
+
+class Record:
+    """The readings so far: every loss, the last reading, and a clock."""
+
+    def __init__(self, title: str, plain: Plain | None) -> None:
+        self.title, self.plain = title, plain
+        self.train: list[tuple[float, float]] = []  # (done, loss)
+        self.validation: list[tuple[float, float]] = []
+        self.last: Reading | None = None
+        self.began = self.now = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def add(self, reading: Reading) -> None:
+        self.now = time.monotonic()
+        self.last = reading
+        self.train.append((reading.done, reading.loss))
+        if reading.validation is not None:
+            self.validation.append((reading.done, reading.validation))
+        self._recent.append((self.now, reading.tokens))
+        while self.now - self._recent[0][0] > RATE_SECONDS:
+            self._recent.popleft()
+
+    @property
+    def elapsed(self) -> float:
+        return self.now - self.began
+
+    @property
+    def left(self) -> float:
+        done = self.last.done if self.last else 0.0
+        return max(self.elapsed / done - self.elapsed, 0.0) if done > 0 else 0.0
+
+    @property
+    def loss(self) -> float:
+        """Over the last steps: one batch alone jumps too much to be read."""
+        recent = [loss for _, loss in self.train[-SMOOTHED:]]
+        return sum(recent) / len(recent)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the last seconds, not since the start: a machine that became busy shows at once."""
+        if len(self._recent) < 2:
+            return 0.0
+        (before, had), (now, have) = self._recent[0], self._recent[-1]
+        return (have - had) / max(now - before, 1e-9)
