@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -65,18 +66,33 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         path = os.path.join(self._folder.name, "store")
-        self.queue = context.Queue()
+        # A pipe each, and no queue: what was sent is out before the process is killed.
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        self._ends = {end: rank for rank, (end, _) in enumerate(pipes)}
         self.processes = [
-            context.Process(target=_run, args=(body, rank, path, self.queue, *arguments), daemon=True)
+            context.Process(target=_run, args=(body, rank, path, pipes[rank][1], *arguments), daemon=True)
             for rank in range(size)
         ]
-        for process in self.processes:
+        for process, (_, other) in zip(self.processes, pipes, strict=True):
             process.start()
+            other.close()
 
-    def next(self, seconds: float) -> tuple[int, Any]:
-        """(rank, value) of the next report."""
-        rank, value = self.queue.get(timeout=seconds)
-        return rank, value
+    def reports(self, seconds: float) -> dict[int, Any]:
+        """The first value that each rank reported; "nothing" from one that ended without."""
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        while len(found) < len(self.processes):
+            ready = wait(
+                [end for end, rank in self._ends.items() if rank not in found], deadline - time.monotonic()
+            )
+            if not ready:
+                break
+            for end in ready:
+                try:
+                    found[self._ends[end]] = end.recv()
+                except EOFError:
+                    found[self._ends[end]] = "nothing"
+        return found
 
     def join(self, seconds: float) -> list[int | None]:
         """Exit codes, or None for a process that still runs after so long; it is then killed."""
@@ -88,10 +104,12 @@ class Ranks:
             if process.exitcode is None:
                 process.kill()
                 process.join()
+        for end in self._ends:
+            end.close()
         self._folder.cleanup()
         return codes
 
 
-def _run(body: Callable[..., None], rank: int, path: str, queue: Any, *arguments: Any) -> None:
+def _run(body: Callable[..., None], rank: int, path: str, pipe: Any, *arguments: Any) -> None:
     torch.set_num_threads(1)
-    body(rank, path, lambda value: queue.put((rank, value)), *arguments)
+    body(rank, path, pipe.send, *arguments)

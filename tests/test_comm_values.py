@@ -9,6 +9,8 @@ from comm_ranks import threads
 from zeroshard.comm import Transport
 from zeroshard.comm.sums import sum_pieces
 
+pytestmark = pytest.mark.threads
+
 SIZES = [("local", 1), ("shm", 2), ("shm", 3), ("shm", 4), ("gloo", 2), ("gloo", 3), ("gloo", 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 PIECES = {1: [[7]], 2: [[4, 4], [9, 3], [0, 5]], 3: [[5, 0, 7], [0, 0, 3]], 4: [[6, 1, 0, 100], [0, 0, 0, 0]]}

@@ -207,17 +207,13 @@ class GlooTransport(Transport):
             if mine
             else torch.empty(0, dtype=torch.uint8)
         )
-        buffers = {
-            peer: torch.empty(lengths[peer], dtype=torch.uint8) for peer in self._peers if lengths[peer]
-        }
+        came = {peer: bytearray(lengths[peer]) for peer in self._peers if lengths[peer]}
+        receives = [(peer, torch.frombuffer(buffer, dtype=torch.uint8)) for peer, buffer in came.items()]
         sends = [(peer, out) for peer in self._peers] if mine else []
-        got, sent = self._link.start(label, "mail", list(buffers.items()), sends)
+        got, sent = self._link.start(label, "mail", receives, sends)
         self._link.wait(got)
         self._link.wait(sent)
-        return [
-            mine if rank == self.rank else bytes(buffers[rank].numpy()) if rank in buffers else b""
-            for rank in range(self.size)
-        ]
+        return [mine if rank == self.rank else bytes(came.get(rank, b"")) for rank in range(self.size)]
 
     def barrier(self, what: str) -> None:
         self._letters(f"barrier '{what}'", b"")

@@ -62,31 +62,21 @@ class ShmTransport(Transport):
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
         lane = self._take_lane()
-        segment, trouble = None, None
+        fd, trouble = -1, None
         try:
-            segment = memfd.create(key, numel * dtype.itemsize)
+            fd = memfd.create(key, numel * dtype.itemsize)
         except OSError as error:
             nbytes = numel * dtype.itemsize
             trouble = f"rank {self.rank} has no {nbytes} bytes of shared memory for '{key}': {error}"
-        mine = [os.getpid(), segment.fd if segment is not None else -1, numel, key, str(dtype), lane, trouble]
+        mine = [os.getpid(), fd, numel, key, str(dtype), lane, trouble]
         try:
             told = [cast("list[object]", json.loads(text)) for text in self._mail(f"region '{key}'", mine)]
             self._compare_regions(told)
-            maps = [
-                cast(memfd.Segment, segment).map
-                if rank == self.rank
-                else memfd.open_peer(cast(int, pid), cast(int, fd), cast(int, count) * dtype.itemsize)
-                for rank, (pid, fd, count, *_) in enumerate(told)
-            ]
+            views = [memfd.open_peer(*cast("tuple[int, int, int]", item[:3]), dtype) for item in told]
             self._mail(f"region '{key}' mapped", None)
         finally:
-            if segment is not None:
-                segment.close_fd()
-        sizes = [cast(int, item[2]) for item in told]
-        views = [
-            torch.frombuffer(area, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
-            for area, count in zip(maps, sizes, strict=True)
-        ]
+            if fd >= 0:
+                os.close(fd)
         return Region(key, views[self.rank], lane, views)
 
     def _take_lane(self) -> int:

@@ -1,0 +1,123 @@
+"""When a rank fails or goes another way, every rank ends soon, with the same words that name the cause."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from comm_ranks import threads
+
+from zeroshard.comm import Transport, connect, control, failure, link, watch
+from zeroshard.errors import OptionError, RankError
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "PATIENCE", 0.6)
+    monkeypatch.setattr(watch, "PATIENCE", 0.6)
+    monkeypatch.setattr(link, "LONG", 0.4)
+    monkeypatch.setattr(link, "_LOOK", 0.1)
+    monkeypatch.setattr(watch, "_LOOK", 0.1)
+
+
+def one_text(found: list[object]) -> str:
+    assert all(isinstance(error, RankError) for error in found), found
+    texts = {str(error) for error in found}
+    assert len(texts) == 1, texts
+    return texts.pop()
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_different_agreements_are_refused_at_once(kind: str) -> None:
+    def body(transport: Transport) -> object:
+        return transport.barrier("a") if transport.rank == 0 else transport.max([1.0])
+
+    start = time.monotonic()
+    text = one_text(threads(kind, 3, body, fails=True))
+    assert "rank 0 waits for barrier 'a'; rank 1 waits for a small max; rank 2 waits for a small max" in text
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_small_sums_of_different_lengths_are_refused(kind: str) -> None:
+    text = one_text(threads(kind, 2, lambda transport: transport.sum([1.0] * transport.rank), fails=True))
+    assert "[0, 1] values by rank" in text
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_a_mismatch_names_what_every_rank_waits_for(kind: str) -> None:
+    def body(transport: Transport) -> None:
+        wires = [transport.allocate(f"bucket {n}", 4, torch.float32) for n in range(2)]
+        wire = wires[transport.rank]
+        transport.reduce("gradients", wire.key, wire, [2, 2], torch.empty(2), 1.0).wait()
+
+    text = one_text(threads(kind, 2, body, fails=True))
+    assert "rank 0 waits for its gradients [bucket 0]; rank 1 waits for its gradients [bucket 1]" in text
+    assert "check branches" in text
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_a_slow_peer_is_no_mismatch(kind: str) -> None:
+    def body(transport: Transport) -> float:
+        if transport.rank == 1:
+            time.sleep(1.8)
+        return transport.sum([1.0])[0]
+
+    assert threads(kind, 2, body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_a_note_reaches_every_waiting_rank(kind: str) -> None:
+    def body(transport: Transport) -> None:
+        if transport.rank == 2:
+            time.sleep(0.3)
+            transport.report(failure.describe(2, ValueError("bad batch\nmore")))
+            return
+        transport.barrier("after the step")
+
+    found = threads(kind, 3, body, fails=True)
+    assert one_text(found[:2]) == "rank 2 failed: ValueError: bad batch"
+
+
+def test_a_rank_that_closed_its_transport_is_named() -> None:
+    def body(transport: Transport) -> None:
+        if transport.rank == 0:
+            transport.barrier("after the step")
+
+    found = threads("shm", 2, body, fails=True)
+    assert "closed its transport while rank 0 waited for barrier 'after the step'" in str(found[0])
+    assert "rank 1 (pid " in str(found[0])
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_a_wait_has_an_end(kind: str) -> None:
+    def body(transport: Transport) -> None:
+        if transport.rank == 1:
+            time.sleep(2.5)
+        transport.barrier("after the step")
+
+    found = threads(kind, 2, body, fails=True, timeout=1.0)
+    assert isinstance(found[0], RankError)
+    assert "rank 0 waited " in str(found[0])
+    assert "for barrier 'after the step'" in str(found[0])
+
+
+def test_an_error_is_described_by_its_first_line() -> None:
+    assert failure.describe(3, KeyError("x")) == "rank 3 failed: KeyError: 'x'"
+    assert failure.describe(3, ValueError()) == "rank 3 failed: ValueError"
+    assert failure.describe(3, RankError("rank 1 failed: it did")) == "rank 1 failed: it did"
+
+
+def test_transports_that_cannot_work_are_refused() -> None:
+    cpu = torch.device("cpu")
+    assert connect(cpu).name == "local"
+    assert connect(cpu, "local").size == 1
+    with pytest.raises(OptionError, match="unknown transport 'ucc': one of auto, local, shm, gloo, nccl"):
+        connect(cpu, "ucc")
+    with pytest.raises(
+        OptionError, match="needs a process group and there is none: start with `zeroshard run"
+    ):
+        connect(cpu, "shm")

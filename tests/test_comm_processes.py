@@ -1,0 +1,180 @@
+"""Transports between real processes: chosen by `connect`, and when one of the processes is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_ranks import KINDS, Ranks
+
+from zeroshard.comm import Transport, connect
+from zeroshard.comm.control import PATIENCE
+from zeroshard.errors import OptionError, RankError
+
+pytestmark = pytest.mark.ranks
+
+Report = Callable[[Any], None]
+CPU = torch.device("cpu")
+
+
+def sums(transport: Transport) -> list[float]:
+    pieces = [1001, 2003]
+    wire = transport.allocate("wire", sum(pieces), torch.float32)
+    wire.mine.copy_(torch.randn(sum(pieces), generator=torch.Generator().manual_seed(transport.rank)))
+    out = torch.empty(pieces[transport.rank])
+    transport.reduce("gradients", "wire", wire, pieces, out, 0.3).wait()
+    return out.tolist()
+
+
+def connected(rank: int, path: str, report: Report) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    transports = {name: connect(CPU, name) for name in ("auto", "shm", "gloo")}
+    found: dict[str, Any] = {
+        name: (transport.name, sums(transport)) for name, transport in transports.items()
+    }
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    found["alone"] = connect(CPU, group=alone).name
+    for name, asked in (("nccl", "nccl"), ("local", "local"), ("differ", ("shm", "gloo")[rank])):
+        try:
+            connect(CPU, asked)
+        except OptionError as error:
+            found[name] = str(error)
+    for transport in transports.values():
+        transport.barrier("the end")
+        transport.close()
+    report(found)
+    dist.destroy_process_group()
+
+
+def test_connect_chooses_and_transports_agree() -> None:
+    ranks = Ranks(2, connected)
+    found = ranks.reports(60)
+    assert ranks.join(20) == [0, 0]
+    for rank in range(2):
+        told = found[rank]
+        assert [told[name][0] for name in ("auto", "shm", "gloo")] == ["shm", "shm", "gloo"]
+        assert told["auto"][1] == told["shm"][1] == told["gloo"][1]
+        assert told["alone"] == "local"
+        assert told["nccl"].startswith(
+            "transport 'nccl' needs a group with the nccl backend and one GPU per rank"
+        )
+        assert told["local"] == "transport 'local' is for one rank and this group has 2: use transport='auto'"
+        assert told["differ"] == "ranks ask for different transports: shm, gloo (in rank order)"
+
+
+def both(rank: int, size: int, path: str) -> list[Transport]:
+    """One transport of each kind: a process can be killed only once."""
+    store = dist.FileStore(path, size)
+    return [kind(dist.PrefixStore(name, store), rank, size) for name, kind in KINDS.items()]
+
+
+def errors_of(
+    rank: int, transports: list[Transport], body: Callable[[Transport], None]
+) -> list[tuple[str, float]]:
+    """What each transport raises when `body` runs on all at once, and how long it took."""
+    found: dict[str, tuple[str, float]] = {}
+    start = time.monotonic()
+
+    def run(transport: Transport) -> None:
+        try:
+            body(transport)
+        except RankError as error:
+            found[transport.name] = (str(error), time.monotonic() - start)
+
+    threads = [threading.Thread(target=run, args=(transport,), daemon=True) for transport in transports]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found.get(name, ("nothing", 0.0)) for name in KINDS]
+
+
+def killed(rank: int, path: str, report: Report) -> None:
+    transports = both(rank, 3, path)
+    wires = [transport.allocate("bucket 0", 3, torch.float32) for transport in transports]
+    if rank == 1:
+        report(len(list(Path("/dev/shm").glob("*zeroshard*"))))
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(transport: Transport) -> None:
+        wire = wires[transports.index(transport)]
+        transport.reduce("gradients", "bucket 0", wire, [1, 1, 1], torch.empty(1), 1.0).wait()
+
+    report(errors_of(rank, transports, body))
+    os._exit(0)
+
+
+def test_a_killed_rank_ends_its_peers() -> None:
+    ranks = Ranks(3, killed)
+    found = ranks.reports(60)
+    codes = ranks.join(20)
+    assert codes == [0, -signal.SIGKILL, 0]
+    assert found[1] == 0, "nothing of shared memory has a name that could be left behind"
+    pid = ranks.processes[1].pid
+    for rank in (0, 2):
+        (shm, shm_time), (gloo, gloo_time) = found[rank]
+        # Whoever noticed first has told the others, so the waiting rank that is named may be either.
+        assert shm.startswith(f"rank 1 (pid {pid}) died while rank ")
+        assert shm.endswith("waited for its gradients [bucket 0]")
+        assert gloo.startswith(f"rank 1 (pid {pid} on ")
+        assert "ended or was killed while rank " in gloo
+        assert gloo.endswith("waited for its gradients [bucket 0]")
+        assert max(shm_time, gloo_time) < 15
+
+
+def raising(rank: int, path: str, report: Report) -> None:
+    transports = both(rank, 2, path)
+    for transport in transports:
+        transport.barrier("start")
+    if rank == 0:
+        raise ValueError("batch 7 is empty")
+    report(errors_of(rank, transports, lambda transport: transport.barrier("after the step")))
+    os._exit(0)
+
+
+def test_a_rank_that_raises_ends_its_peers_with_its_words() -> None:
+    ranks = Ranks(2, raising)
+    found = ranks.reports(60)
+    assert ranks.join(20) == [1, 0]
+    assert found[0] == "nothing"
+    for text, seconds in found[1]:
+        assert text == "rank 0 failed: ValueError: batch 7 is empty"
+        assert seconds < 15
+
+
+def apart(rank: int, path: str, report: Report) -> None:
+    transports = both(rank, 2, path)
+    wires = [transport.allocate("bucket 0", 2, torch.float32) for transport in transports]
+
+    def body(transport: Transport) -> None:
+        if rank == 0:
+            transport.barrier("after the step")
+        else:
+            wire = wires[transports.index(transport)]
+            transport.reduce("gradients", "bucket 0", wire, [1, 1], torch.empty(1), 1.0).wait()
+
+    report(errors_of(rank, transports, body))
+    os._exit(0)
+
+
+def test_ranks_at_different_places_end_together() -> None:
+    ranks = Ranks(2, apart)
+    found = ranks.reports(90)
+    assert ranks.join(20) == [0, 0]
+    for rank in range(2):
+        for text, seconds in found[rank]:
+            assert (
+                "rank 0 waits for barrier 'after the step'; rank 1 waits for its gradients [bucket 0]" in text
+            )
+            assert PATIENCE <= seconds < 30
+    assert found[0][0][0] == found[1][0][0]
+    assert found[0][1][0] == found[1][1][0]
