@@ -83,7 +83,9 @@ class Update:
         return self.faces.mesh is not None or any(p.grad is not None and p.grad.dtype != p.dtype for ps in lists for p in ps)
 
     def _has_rows(self, home: Tensor) -> bool:
-        return Faces.local(home).numel() > 0
+        """Element-wise optimizers also see parameters of which this rank has no row: they make an empty state for
+        them, so that `state_dict()` has the same keys on all ranks. Others may not expect a tensor without elements."""
+        return rows_suffice(self.optimizer) or Faces.local(home).numel() > 0
 
     def _proxy(self, home: Tensor) -> Tensor:
         """The plain parameter over a home's rows, with its gradient in the dtype of the rows."""
