@@ -1,4 +1,4 @@
-"""For tests of sharded training: ranks that outlive a test, ranks as threads, assertions on numbers and bytes.
+"""For tests of sharded training: ranks that outlive a test, ranks as threads, assertions on numbers, bytes.
 
     from zeroshard.testing import assert_same_bits, ranks
 
@@ -86,8 +86,8 @@ def _summary(function: Callable[..., Any], failed: Sequence[str], size: int) -> 
 
 
 class Ranks:
-    """`size` processes in one gloo group that run functions sent to them. One that fails takes the pool along;
-    the next call starts a new one. Warnings are errors there, unless `warn` names another of Python's actions."""
+    """`size` processes in one gloo group that run functions sent to them. One that fails takes the pool
+    along; the next call starts a new one. Warnings are errors there, unless `warn` names another action."""
 
     def __init__(self, size: int, warn: str = "error") -> None:
         self.size, self.warn = size, warn
@@ -235,8 +235,8 @@ def _end_with_parent(lifeline: Connection) -> None:
 def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """`function(*args)` on `size` threads of this process, each a rank of one group; results in rank order.
 
-    Cheap for many ranks, and a debugger sees them all. CPU only. Threads share torch's random numbers: draw from
-    generators of your own.
+    Cheap for many ranks, and a debugger sees them all. CPU only. Threads share torch's random numbers: draw
+    from generators of your own.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
@@ -280,7 +280,7 @@ def _thread(
 
 
 def ulps(got: Tensor, want: Tensor) -> int:
-    """The largest distance of two tensors, counted in floating-point numbers; NaNs of equal bits are equal."""
+    """The largest distance of two tensors, counted in floating-point numbers; NaNs of equal bits agree."""
     if got.shape != want.shape or got.dtype != want.dtype:
         sides = f"{tuple(got.shape)} {got.dtype} and {tuple(want.shape)} {want.dtype}"
         raise AssertionError(f"tensors of {sides} cannot be compared")
@@ -328,8 +328,8 @@ def assert_losses(got: Sequence[float], want: Sequence[float], relative: float) 
 
 
 def tensor_bytes() -> tuple[int, dict[int, int]]:
-    """Bytes of all storages that tensors of this process refer to: in private memory, and by inode in segments
-    that several ranks map. To count a segment once, merge the second parts of all ranks.
+    """Bytes of all storages that tensors of this process refer to: in private memory, and by inode in
+    segments that several ranks map. To count a segment once, merge the second parts of all ranks.
 
     Found by walking Python's objects, and by nothing that the library says of itself.
     """
