@@ -102,17 +102,17 @@ def zeroshard(args, batch):
 
     name, _, extra = args.system.partition(":")
     given = dict(item.split("=", 1) for item in extra.split(",") if item)
-    offload = {k: v for k, v in given.items() if k in ("optimizer", "parameters", "path", "device_bytes", "host_bytes", "master", "moments")}
+    offload = {k: int(v) if v.isdigit() else v == "True" if v in ("True", "False") else v for k, v in given.items()}
     options = {"clip_norm": CLIP, "offload": zs.Offload(**offload)} if offload else {}
     with torch.device("meta"):
         torch.set_default_dtype(torch.bfloat16)
         model = LM(args.size)
         torch.set_default_dtype(torch.float32)
-    if not offload:
+    if nparams(args.size) < 9e9:
         model = build(args.size, torch.bfloat16, "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     run = zs.shard(model, optimizer, stage=int(name[3:]), precision="bf16", **options)
-    return loop(model, optimizer, args, batch, run, clip=not offload)
+    return (*loop(model, optimizer, args, batch, run, clip=not offload)[:2], lambda: {**run.stats().as_dict(), "norm": run._runtime.norm, "updates": getattr(run._runtime._host_updates, "counts", {})})
 
 
 def memory():

@@ -133,7 +133,7 @@ class Offload:
     - `undo`: whether room is kept to take early updates back when the norm exceeds `clip_norm` (2 bytes a parameter on the device
       during backward). Without it such a step is an error.
     - `threads`: worker threads for the update (default: the cores this process may use, less two that launch work).
-    - `stages`: buckets in flight between device and host.
+    - `stages`, `stage_bytes`: the pinned staging ring between device and host; gradients go out in parts of that size.
 
     Exact, except for 8-bit moments.
     """
@@ -145,6 +145,7 @@ class Offload:
     undo: bool = True
     threads: int | None = None
     stages: int = 4
+    stage_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         known = {"optimizer": ("device", "host"), "parameters": ("device", "host"), "master": ("plain", "split"),
@@ -157,6 +158,7 @@ class Offload:
             raise OptionError("Offload(optimizer=\"device\", parameters=\"device\") offloads nothing: drop offload=, or say \"host\".")
         if self.optimizer == "device" and (self.master == "split" or self.moments == "int8"):
             raise OptionError("Offload: master=\"split\" and moments=\"int8\" belong to the host update; they need optimizer=\"host\".")
+        object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
         if self.stages < 2:
             raise OptionError(f"Offload.stages={self.stages}: at least two buckets must be in flight.")
 

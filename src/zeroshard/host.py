@@ -17,8 +17,8 @@ above it, nothing is updated before the norm is known; the update then hides beh
 from __future__ import annotations
 
 import math
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,8 +32,11 @@ from .native import AdamRows, AdamStep, SgdRows, SgdStep, Workers, adam_update, 
 from .shard import Faces, Param
 from .tier import Copies, Mark, Ring, Stage
 
-GRAIN = 1 << 18  # elements a worker updates at a time
-CLEAR = 0.8  # updates start before the norm is known while the last norm was below this share of the limit
+GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out work costs more than doing it
+AHEAD = 2  # parts on their way to the host while one is updated
+BACKLOG = 4  # parts that may wait on the device where no room was planned for all
+BLOCK = 4096  # shares are whole pages, and whole blocks of 8-bit moments
+CLEAR = 0.95  # updates start before the norm is known while the last norm was below this share of the limit
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,29 @@ class Part:
 
 @dataclass(frozen=True)
 class _Job:
+    """An update that is due. `landed`: when its gradient is complete on the device."""
+
     part: Part
-    stage: Stage
-    landed: Mark
+    flat: Tensor
     runs: list[Run]
+    landed: Mark
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """An update whose gradient is on its way to the host."""
+
+    job: _Job
+    stage: Stage
+    arrived: Mark
 
 
 class HostUpdates:
-    """Runs the parts of one optimizer on worker threads, in the order in which their gradients land."""
+    """Runs the parts on worker threads.
+
+    Newest first: what lands last in backward is needed first in the next forward. So the host may fall behind during backward and
+    catch up during forward, and the two together hide it.
+    """
 
     def __init__(self, parts: Sequence[Part], ring: Ring, copies: Copies, workers: Workers, clip_norm: float,
                  undo: bool = True) -> None:  # fmt: skip
@@ -110,7 +128,9 @@ class HostUpdates:
         self._reversible = not (coded and math.isfinite(clip_norm))
         self._early = self._reversible  # [Note: clipping without waiting]
         self._failure: tuple[str, BaseException] | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._due: list[_Job] = []
+        self._changed = threading.Condition()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="zeroshard-offload", daemon=True)
         self._thread.start()
 
@@ -142,17 +162,17 @@ class HostUpdates:
         return torch.stack([torch.linalg.vector_norm(r, dtype=torch.float32).square() for r in rows] or [flat.new_zeros(())]).sum()
 
     def _start(self, part: Part, scale: float) -> None:
-        """Send a part's gradient to the host and queue its update."""
+        """Make a part's update due."""
         assert part.flat is not None
         part.taken = self._runs_of(part, scale)
-        stage = self.ring.take()
-        to, of = [stage.view(part.grad_dtype, part.numel)], [part.flat[: part.numel]]
-        if part.splits:
-            weights = self._weights_in(part, stage)
-            to += [weights[at : at + n] for at, n in part.spans]
-            of += part.targets
         part.done.clear()
-        self._jobs.put(_Job(part, stage, self.copies.out(to, of), part.taken))
+        job = _Job(part, part.flat, part.taken, self.copies.here())
+        with self._changed:
+            # Gradients that wait on the device take room there; without `undo` none was planned for all of them.
+            while not self.undo and len(self._due) >= BACKLOG and self._failure is None:
+                self._changed.wait(1.0)
+            self._due.append(job)
+            self._changed.notify_all()
 
     @staticmethod
     def _weights_in(part: Part, stage: Stage) -> Tensor:
@@ -189,18 +209,48 @@ class HostUpdates:
     def _run(self) -> None:
         if self.copies.device.type == "cuda":
             torch.cuda.set_device(self.copies.device)
-        while (job := self._jobs.get()) is not None:
+        staged: deque[_Staged] = deque()
+        while self._wait_for_work(bool(staged)):
+            job = None
             try:
-                self._update(job)
+                while len(staged) < AHEAD and (job := self._next_due()) is not None:
+                    staged.append(self._stage(job))
+                job = staged[0].job
+                self._update(staged.popleft())
             except BaseException as error:  # it must reach the training thread, whatever it is
-                self._failure = (job.part.label, error)
+                self._failure = (job.part.label if job is not None else "a part", error)
                 self.ring.fail(error)
-                job.part.done.set()
-            del job
+                with self._changed:
+                    self._changed.notify_all()
+                return
+            job = None
 
-    def _update(self, job: _Job) -> None:
-        part, stage = job.part, job.stage
-        job.landed.wait_on_host()
+    def _wait_for_work(self, staged: bool) -> bool:
+        with self._changed:
+            while not staged and not self._due and not self._closing:
+                self._changed.wait()
+            return staged or bool(self._due)
+
+    def _next_due(self) -> _Job | None:
+        with self._changed:
+            job = self._due.pop() if self._due else None
+            self._changed.notify_all()
+            return job
+
+    def _stage(self, job: _Job) -> _Staged:
+        """Send a part's gradient to the host; with a split master its weights too, which are the master's other half."""
+        part, stage = job.part, self.ring.take()
+        to, of = [stage.view(part.grad_dtype, part.numel)], [job.flat[: part.numel]]
+        if part.splits:
+            weights = self._weights_in(part, stage)
+            to += [weights[at : at + n] for at, n in part.spans]
+            of += part.targets
+        return _Staged(job, stage, self.copies.out(to, of, job.landed))
+
+    def _update(self, staged: _Staged) -> None:
+        job, stage = staged.job, staged.stage
+        part = job.part
+        staged.arrived.wait_on_host()
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(part, stage)
 
         def piece(run: Run, start: int, stop: int) -> Callable[[], None]:
@@ -210,7 +260,8 @@ class HostUpdates:
             assert isinstance(run.step, SgdStep)
             return partial(sgd_update, part.state, grad[start:stop], weight[start:stop], run.step, start=start, stop=stop)
 
-        self.workers.run([piece(run, at, min(at + GRAIN, run.stop)) for run in job.runs for at in range(run.start, run.stop, GRAIN)])
+        share = max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK)
+        self.workers.run([piece(run, at, min(at + share, run.stop)) for run in job.runs for at in range(run.start, run.stop, share)])
         moved = [(t, weight[at : at + n]) for t, (at, n), used in zip(part.targets, part.spans, part.used, strict=True) if used]
         part.ready = self.copies.back([t for t, _ in moved], [w for _, w in moved])
         self.ring.give(stage, part.ready)
@@ -230,7 +281,7 @@ class HostUpdates:
         self._check_unchanged(waiting)
         if not self._early:
             self.counts["late"] += 1
-            for part in reversed(waiting):  # forward order: the first unit is needed first
+            for part in reversed(waiting):  # newest first: the first unit of the forward is done first
                 self._start(part, scale)
         elif scale < 1.0 and waiting:
             self._redo(waiting, scale)
@@ -267,7 +318,7 @@ class HostUpdates:
 
     def wait(self, part: Part) -> None:
         """The next forward needs this part's weights."""
-        while not part.done.wait(1.0):
+        while not part.done.wait(0.5):
             self.check()
         self.check()
         part.ready.wait_on_device()
@@ -284,9 +335,10 @@ class HostUpdates:
             raise TierError(f"the host update of {label} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
         self.workers.close()
 
 

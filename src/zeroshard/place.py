@@ -65,7 +65,7 @@ class Host:
                 groups.setdefault(id(self.owner[id(tenant.parameter)][1]), []).append(tenant)
         for members in groups.values():
             sizes = [(t.name, t.parameter.numel() * bundle.dtype.itemsize) for t in members]
-            for names in buckets(sizes, self.options.bucket_bytes):
+            for names in buckets(sizes, self.offload.stage_bytes):
                 optimizer, group = self.owner[id(tenants[index[names[0]]].parameter)]
                 plot = self._plot(names, [slots[n] for n in names], [compute[index[n]] for n in names], optimizer, group, bundle)
                 for name, (at, n) in zip(names, plot.spans, strict=True):

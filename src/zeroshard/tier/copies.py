@@ -41,13 +41,13 @@ class Copies:
         self.out_stream = torch.cuda.Stream(device) if cuda else None
         self.in_stream = torch.cuda.Stream(device) if cuda else None
 
-    def out(self, host: Sequence[Tensor], device: Sequence[Tensor]) -> Mark:
-        """Copy to the host what the current stream has computed so far."""
-        return self._copy(self.out_stream, host, device, after_current=True)
+    def out(self, host: Sequence[Tensor], device: Sequence[Tensor], after: Mark) -> Mark:
+        """Copy to the host what the device has computed by the moment `after`."""
+        return self._copy(self.out_stream, host, device, after)
 
     def back(self, device: Sequence[Tensor], host: Sequence[Tensor], after: Mark | None = None) -> Mark:
         """Copy to the device. `after`: a moment before which the device still reads what is overwritten."""
-        return self._copy(self.in_stream, device, host, after_current=False, after=after)
+        return self._copy(self.in_stream, device, host, after)
 
     def here(self) -> Mark:
         """The present moment of the current stream."""
@@ -58,16 +58,13 @@ class Copies:
         return Mark(event)
 
     @torch.no_grad()
-    def _copy(self, stream: torch.cuda.Stream | None, to: Sequence[Tensor], of: Sequence[Tensor], after_current: bool,
-              after: Mark | None = None) -> Mark:  # fmt: skip
+    def _copy(self, stream: torch.cuda.Stream | None, to: Sequence[Tensor], of: Sequence[Tensor], after: Mark | None) -> Mark:
         if self._delay is not None:
             self._delay()
         if stream is None:
             for target, source in zip(to, of, strict=True):
                 target.copy_(source)
             return Mark()
-        if after_current:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
             if after is not None:
