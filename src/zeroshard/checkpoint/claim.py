@@ -155,8 +155,8 @@ def settle(target: Path, held: bool) -> Path | None:
     )
     try:
         owner = _owner(holder)
-        if fd < 0:
-            # Being born, if others can create while we look; else it died before it was signed.
+        if fd < 0 or "boot" not in owner:
+            # Not signed yet: being born, if others can create while we look; else it died in between.
             living = not held and time.time() - _newest(holder) < STALE
         else:
             living = _alive(fd, owner, holder)

@@ -14,7 +14,8 @@ from zeroshard.checkpoint.elements import DTYPE, SIZE, as_bytes
 from zeroshard.checkpoint.manifest import Entry
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
-from zeroshard.checkpoint.wording import os_error, size
+from zeroshard.checkpoint.wording import os_error
+from zeroshard.config import show_bytes
 from zeroshard.errors import CheckpointError
 
 SHARD = 5_000_000_000  # bytes: what Hugging Face libraries cut at
@@ -58,9 +59,8 @@ def export(
         try:
             total = sum(_bytes(entry, dtype) for entry in entries)
             if (free := disk.free_bytes(ticket.staging)) < total:
-                raise CheckpointError(
-                    f"exporting to {target} needs {size(total)} and {size(free)} are free on its disk."
-                )
+                room = f"{show_bytes(total)} are needed and {show_bytes(free)} are free"
+                raise CheckpointError(f"the disk has no room to export to {target}: {room}.")
             names = _write_all(reader, shards, dtype, ticket.staging, progress)
             ticket.commit()
         except OSError as error:
@@ -123,8 +123,8 @@ def _write(
     writer = TensorFileWriter(path, header)
     try:
         for entry in shard:
-            for _, rows in reader.rows(entry, 0, entry.height):
-                data = as_bytes(rows.to(DTYPE[_as(entry, dtype)]))
+            for part in (part for span in entry.spans for part in reader.stream(entry, span)):
+                data = as_bytes(part.view(DTYPE[entry.dtype]).to(DTYPE[_as(entry, dtype)]))
                 writer.write(data)
                 progress(len(data))
         writer.close()

@@ -17,7 +17,8 @@ from zeroshard.checkpoint.ranges import block_rows, overlaps
 from zeroshard.checkpoint.records import CHUNK
 from zeroshard.checkpoint.shelf import tensors_of
 from zeroshard.checkpoint.tensorfile import open_regular, parse_header, read_header_bytes, read_into
-from zeroshard.checkpoint.wording import quoted, size
+from zeroshard.checkpoint.wording import quoted
+from zeroshard.config import show_bytes
 from zeroshard.errors import CheckpointError
 
 _MOST_OPEN = 16
@@ -132,20 +133,41 @@ class Reader:
             number = (first - span.start) // block + at // (block * width)
             if zlib.crc32(view[at : at + block * width]) != span.sum(number):
                 row = first + at // width
-                raise CheckpointError(
-                    f"{path}: rows {row} to {min(row + block, last)} of {quoted(entry.name)} ({entry.kind}) "
-                    "do not match their "
-                    "checksum: damaged."
-                )
+                raise self._damaged(entry, path, row, min(row + block, last))
         return data
+
+    def stream(self, entry: Entry, span: Span) -> Iterator[torch.Tensor]:
+        """The bytes of a span in order, a chunk at a time however large its rows are.
+
+        A block is proven when its last chunk has been given out.
+        """
+        fd, path = self.file(span.file), self.path / self.manifest.files[span.file].name
+        block = block_rows(entry.row_bytes, self.manifest.block) * entry.row_bytes
+        total = (span.stop - span.start) * entry.row_bytes
+        if self._buffer.numel() < min(total, CHUNK):
+            self._buffer = torch.empty(min(total, CHUNK), dtype=torch.uint8)
+        at, running = 0, 0
+        while at < total:
+            end = min(at - at % block + block, total)
+            data = self._buffer[: min(end - at, CHUNK)]
+            view = byte_view(data)
+            read_into(fd, view, span.offset + at, path)
+            running = zlib.crc32(view, running)
+            yield data
+            at += len(view)
+            if at == end:
+                if running != span.sum((at - 1) // block):
+                    first = span.start + (at - 1) // block * block // entry.row_bytes
+                    raise self._damaged(entry, path, first, span.start + at // entry.row_bytes)
+                running = 0
+
+    def _damaged(self, entry: Entry, path: Path, first: int, last: int) -> CheckpointError:
+        rows = f"rows {first} to {last} of {quoted(entry.name)} ({entry.kind})"
+        return CheckpointError(f"{path}: {rows} do not match their checksum. The file is damaged.")
 
     def whole(self, entry: Entry) -> torch.Tensor:
         """All rows of an entry in memory; refused when the machine has not that much left."""
-        if entry.bytes > (free := _free_memory()):
-            raise CheckpointError(
-                f"{quoted(entry.name)} ({entry.kind}) has {size(entry.bytes)} and {size(free)} of memory "
-                "are free."
-            )
+        _check_memory(entry.bytes, entry)
         tensor = torch.empty(entry.shape, dtype=DTYPE[entry.dtype])
         for first, rows in self.rows(entry, 0, entry.height):
             (tensor[first : first + rows.shape[0]] if entry.shape else tensor).copy_(rows)
@@ -153,11 +175,16 @@ class Reader:
 
 
 def _room(count: int, entry: Entry) -> torch.Tensor:
-    if count > CHUNK and count > (free := _free_memory()):
-        raise CheckpointError(
-            f"a row of {quoted(entry.name)} has {size(count)} and {size(free)} of memory are free."
-        )
+    if count > CHUNK:
+        _check_memory(count, entry)
     return torch.empty(count, dtype=torch.uint8)
+
+
+def _check_memory(count: int, entry: Entry) -> None:
+    """What a file claims must not be what we allocate, unless the machine has it."""
+    if count > (free := _free_memory()):
+        sizes = f"{show_bytes(count)} are needed and {show_bytes(free)} are free"
+        raise CheckpointError(f"{quoted(entry.name)} ({entry.kind}) does not fit into memory: {sizes}.")
 
 
 def _free_memory() -> int:

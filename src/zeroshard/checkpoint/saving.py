@@ -35,7 +35,8 @@ from zeroshard.checkpoint.ranges import (
 from zeroshard.checkpoint.records import BLOCK, CHUNK, FILE_LIMIT, Held, Peers, Saved, Snapshot, slot
 from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
 from zeroshard.checkpoint.values import pack
-from zeroshard.checkpoint.wording import quoted, size
+from zeroshard.checkpoint.wording import quoted
+from zeroshard.config import show_bytes
 from zeroshard.errors import CheckpointError
 
 
@@ -126,9 +127,8 @@ class Job:
         free = disk.free_bytes(self._ticket.staging)
         if free < need:
             raise CheckpointError(
-                f"saving to {self.target} needs {size(need)} and {size(free)} are free on its disk. Free "
-                "space, save "
-                "elsewhere, or pass keep= to remove old checkpoints."
+                f"saving to {self.target} needs {show_bytes(need)} and {show_bytes(free)} are free there. "
+                "Free space, save elsewhere, or pass keep= to remove old checkpoints."
             )
         return self._ticket.token
 

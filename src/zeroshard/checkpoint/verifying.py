@@ -52,8 +52,8 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambd
                 continue
             for entry, span in sorted(manifest.in_file(number), key=lambda item: item[1].offset):
                 try:
-                    for _, rows in reader.span_rows(entry, span, span.start, span.stop):
-                        progress(rows.nbytes)
+                    for data in reader.stream(entry, span):
+                        progress(data.nbytes)
                 except CheckpointError as error:
                     problems.append(str(error))
                 if len(problems) >= _MOST:

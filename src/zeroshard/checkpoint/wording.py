@@ -29,19 +29,6 @@ def some(items: Iterable[str], limit: int = 3) -> str:
     return ", ".join(listed) if more <= 0 else ", ".join(listed[:limit]) + f" and {more} more"
 
 
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(1536), size(12)
-    ('1.5 KiB', '12 B')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 _REASONS = {
     errno.ENOSPC: "the disk is full. Free space or save elsewhere",
     errno.EDQUOT: "the quota is used up. Free space or save elsewhere",

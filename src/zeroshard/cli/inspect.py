@@ -1,0 +1,106 @@
+"""Show what a checkpoint holds.
+
+Reads its manifest only, so it answers at once whatever the size. With --against, the model that a factory
+returns is built without memory (on the meta device), and names and shapes are compared; the exit code is 1
+where they differ.
+
+examples:
+  zeroshard inspect ckpt/1000
+  zeroshard inspect ckpt/1000 --all --against project.model:build
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroshard.checkpoint import Manifest
+
+_SHOWN = 40
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    add = parser.add_argument
+    add("checkpoint", help="the folder of a checkpoint")
+    add("--against", metavar="MODULE:FACTORY", help="compare with the model that this function returns")
+    add("--all", action="store_true", help=f"list every tensor, not only the {_SHOWN} largest")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the tables; 1 when the model differs."""
+    from rich.console import Console
+
+    from zeroshard.checkpoint import read_manifest
+
+    manifest = read_manifest(arguments.checkpoint)
+    console = Console(highlight=False)
+    _facts(manifest, arguments.checkpoint, console)
+    _tensors(manifest, console, None if arguments.all else _SHOWN)
+    if arguments.against is None:
+        return 0
+    return _compare(manifest, arguments.against, console)
+
+
+def _facts(manifest: Manifest, path: str, console: Any) -> None:
+    from datetime import datetime
+
+    from zeroshard.config import show_bytes
+
+    saved = datetime.fromtimestamp(manifest.head.saved_at).astimezone().isoformat(" ", "seconds")
+    by = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    step = "" if manifest.head.step is None else f", step {manifest.head.step}"
+    console.print(f"{path}{step}: saved {saved} by {manifest.world} ranks ({by})", markup=False)
+    console.print(
+        f"{len(manifest.entries)} tensors, {show_bytes(manifest.bytes)} in {len(manifest.files)} files",
+        markup=False,
+    )
+
+
+def _tensors(manifest: Manifest, console: Any, most: int | None) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from zeroshard.config import show_bytes
+
+    table = Table()
+    for name in ("tensor", "kind", "shape", "dtype"):
+        table.add_column(name, overflow="fold")
+    table.add_column("files", justify="right")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    entries = manifest.entries
+    if most is not None and len(entries) > most:
+        largest = sorted(entries, key=lambda entry: -entry.bytes)[:most]
+        chosen = {(entry.kind, entry.name) for entry in largest}
+        entries = tuple(entry for entry in entries if (entry.kind, entry.name) in chosen)
+    for entry in entries:
+        shape = "×".join(map(str, entry.shape)) or "scalar"
+        files = str(len({span.file for span in entry.spans}))
+        cells = (
+            _printable(entry.name),
+            _printable(entry.kind),
+            shape,
+            entry.dtype,
+            files,
+            show_bytes(entry.bytes),
+        )
+        table.add_row(*(Text(cell) for cell in cells))  # as it is: brackets are no markup
+    console.print(table)
+    if len(entries) < len(manifest.entries):
+        console.print(f"… and {len(manifest.entries) - len(entries)} smaller ones (--all lists them)")
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else ascii(text)
+
+
+def _compare(manifest: Manifest, factory: str, console: Any) -> int:
+    from zeroshard.cli._model import build, differences
+
+    lines = differences(manifest, build(factory))
+    for line in lines:
+        console.print(line, markup=False)
+    if not lines:
+        console.print(f"every parameter and buffer of {factory} is in it, and nothing else is", markup=False)
+    return 1 if lines else 0

@@ -1,0 +1,132 @@
+"""Saves beside training: what they hold, how failure is told, and that the process waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_ranks import ThreadPeers, all_good, blank, held, load_as, model, ranks, same
+
+from zeroshard.checkpoint import Alone, Held, PendingSave, Saved, Saver, Snapshot, latest, load
+from zeroshard.errors import CheckpointError
+
+pytestmark = pytest.mark.threads
+
+
+def gated(gate: threading.Event) -> Held:
+    """A tensor that can be read when the gate opens."""
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        assert gate.wait(30)
+        return torch.ones(stop - start)
+
+    return Held("w", "parameter", (4,), "float32", (0, 4), read, lambda start, rows: None)
+
+
+def broken() -> Held:
+    def read(start: int, stop: int) -> torch.Tensor:
+        raise OSError(28, "No space left on device", "scratch")
+
+    return Held("w", "parameter", (4,), "float32", (0, 4), read, lambda start, rows: None)
+
+
+def test_it_returns_at_once_and_takes_the_values_of_that_moment(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saver = Saver(Alone())
+    values = {"step": 1, "list": [1], "ema": torch.zeros(2)}
+    pending = saver.save(tmp_path / "1", Snapshot([gated(gate)], values), background=True)
+    assert isinstance(pending, PendingSave)
+    assert not pending.done
+    with pytest.raises(CheckpointError, match=r"has not finished after 0\.01 s"):
+        pending.wait(0.01)
+    values["list"].append(2)  # type: ignore[attr-defined]
+    values["ema"].fill_(9)  # type: ignore[attr-defined]
+    gate.set()
+    saved = pending.wait()
+    assert saved.path == tmp_path / "1"
+    assert pending.error is None
+    loaded = load(tmp_path / "1", Snapshot([Held.of("w", "parameter", torch.zeros(4))]), Alone())
+    assert loaded.values["list"] == [1]
+    assert loaded.values["ema"].tolist() == [0, 0]
+
+
+def test_several_ranks_save_in_the_background(tmp_path: Path) -> None:
+    full = model()
+
+    def work(peers: ThreadPeers) -> Saved:
+        saver = Saver(peers)
+        for step in range(3):
+            saver.save(tmp_path / str(step), Snapshot(held(full, peers.rank, 3)), background=True, keep=2)
+        saved = saver.wait()
+        assert saved is not None
+        return saved
+
+    assert {saved.path.name for saved in all_good(ranks(3, work))} == {"2"}
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    target = blank(full)
+    load_as(tmp_path / "2", target)
+    assert same(full, target)
+
+
+def test_a_failure_is_reported_and_the_next_save_is_the_retry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Saver(Alone())
+    with caplog.at_level(logging.WARNING, "zeroshard"):
+        pending = saver.save(tmp_path / "1", Snapshot([broken()]), background=True)
+        saved = saver.save(tmp_path / "2", Snapshot(held(model())))
+    assert isinstance(pending, PendingSave)
+    assert isinstance(pending.error, CheckpointError)
+    assert isinstance(saved, Saved)
+    assert saved.after_failure is not None
+    assert "the disk is full" in saved.after_failure
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "saving again after the background save" in caplog.text
+    assert latest(tmp_path) == tmp_path / "2"
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def test_waiting_raises_the_failure_once(tmp_path: Path) -> None:
+    saver = Saver(Alone())
+    saver.save(tmp_path / "1", Snapshot([broken()]), background=True)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        saver.wait()
+    assert saver.wait() is None
+
+
+def test_all_ranks_hear_of_one_ranks_failure(tmp_path: Path) -> None:
+    def work(peers: ThreadPeers) -> str:
+        saver = Saver(peers)
+        rows = (4 * peers.rank, 4 * peers.rank + 4)
+        bad = broken()
+        read = bad.read if peers.rank else (lambda start, stop: torch.zeros(stop - start))
+        record = Held("w", "parameter", (8,), "float32", rows, read, bad.write)
+        saver.save(tmp_path / "1", Snapshot([record]), background=True)
+        with pytest.raises(CheckpointError) as caught:
+            saver.wait()
+        return str(caught.value)
+
+    texts = set(all_good(ranks(2, work)))
+    assert len(texts) == 1
+    assert "rank 1: " in texts.pop()
+
+
+def test_the_process_waits_for_it(tmp_path: Path) -> None:
+    code = """
+import sys, time, torch
+from zeroshard.checkpoint import Alone, Held, Saver, Snapshot
+def read(start, stop):
+    time.sleep(0.5)
+    return torch.zeros(stop - start)
+record = Held("w", "parameter", (4,), "float32", (0, 4), read, print)
+Saver(Alone()).save(sys.argv[1], Snapshot([record]), background=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "1")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert latest(tmp_path) == tmp_path / "1"

@@ -1,0 +1,134 @@
+"""`zeroshard inspect`, `verify`, `export` and `import`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_ranks import model, save_as
+from safetensors.torch import load_file
+
+from zeroshard import cli
+from zeroshard.checkpoint import Alone, Held, Snapshot, save
+
+FACTORY = """
+import torch
+from torch import nn
+
+def build():
+    layer = nn.Linear(4, 3)
+    assert layer.weight.is_meta
+    norm = nn.BatchNorm1d(3)
+    norm.register_buffer("cache", torch.zeros(9), persistent=False)
+    tied = nn.Linear(4, 3, bias=False)
+    tied.weight = layer.weight
+    return nn.Sequential(layer, norm, tied)
+
+def broken():
+    raise ValueError("no config")
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+def saved_network(path: Path) -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    records = [Held.of(name, "parameter", tensor) for name, tensor in network.named_parameters()]
+    records += [Held.of(name, "buffer", tensor) for name, tensor in network.named_buffers()]
+    save(path, Snapshot(records, {"step": 12}), Alone())
+
+
+def test_inspect_lists_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_as(folder / "1", model(), world=2)
+    assert cli.main(["inspect", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "1, step 3: saved 20" in text
+    assert "by 2 ranks (zeroshard " in text
+    assert re.search(r"embed\.weight +│ parameter +│ 50×8 +│ float32 +│ +2 │ 1\.6 KiB", text)
+    assert re.search(r"scale +│ parameter +│ scalar", text)
+
+
+def test_inspect_shows_the_largest_of_many(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(
+        folder / "1", Snapshot([Held.of(f"w{i}", "parameter", torch.ones(i)) for i in range(1, 61)]), Alone()
+    )
+    assert cli.main(["inspect", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "w60 " in text
+    assert "w20 " not in text
+    assert "… and 20 smaller ones (--all lists them)" in text
+    assert cli.main(["inspect", "1", "--all"]) == 0
+    assert "w20 " in capsys.readouterr().out
+
+
+def test_inspect_compares_with_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "zoo_good.py").write_text(FACTORY)
+    (folder / "zoo_other.py").write_text(FACTORY.replace("nn.Linear(4, 3)", "nn.Linear(4, 3, bias=False)"))
+    (folder / "zoo_wide.py").write_text(FACTORY.replace("nn.BatchNorm1d(3)", "nn.BatchNorm1d(5)"))
+    saved_network(folder / "1")
+    assert cli.main(["inspect", "1", "--against", "zoo_good:build"]) == 0
+    assert "every parameter and buffer of zoo_good:build is in it" in capsys.readouterr().out
+    assert cli.main(["inspect", "1", "--against", "zoo_other:build"]) == 1
+    assert "unexpected: 0.bias (3,)" in capsys.readouterr().out
+    assert cli.main(["inspect", "1", "--against", "zoo_wide:build"]) == 1
+    assert "differs: 1.weight is (3,) in the checkpoint and (5,) in the model" in capsys.readouterr().out
+    for factory, reason in (
+        ("zoo_good:missing", "has no attribute 'missing'"),
+        ("zoo_good", "must be MODULE:FACTORY"),
+        ("no_such_module:build", "No module named 'no_such_module'"),
+        ("zoo_good:broken", "raised ValueError on the meta device: no config"),
+        ("zoo_good:number", "returned a int, not a module"),
+    ):
+        assert cli.main(["inspect", "1", "--against", factory]) == 1
+        assert reason in capsys.readouterr().err
+
+
+def test_inspect_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_as(folder / "ckpt" / "1", model())
+    assert cli.main(["inspect", "ckpt"]) == 1
+    assert "It holds checkpoints, for example ckpt/1: name one of them." in capsys.readouterr().err
+
+
+def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("1", "2"):
+        save_as(folder / name, model())
+    (folder / "2" / "notes").write_text("")
+    assert cli.main(["verify", "2"]) == 0
+    assert "2 is good: 11 tensors" in (text := capsys.readouterr().out)
+    assert "not part of it: 'notes'" in text
+    file = folder / "2" / "rank-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    assert cli.main(["verify", "2"]) == 1
+    text = capsys.readouterr().err
+    assert "do not match their checksum" in text
+    assert f"2 is damaged. The latest complete checkpoint besides it is {folder}/1." in text
+
+
+def test_export_and_import(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_as(folder / "1", model())
+    assert cli.main(["export", "1", "out", "--dtype", "bf16", "--max-shard", "1KiB"]) == 0
+    assert "model.safetensors.index.json" in capsys.readouterr().out
+    assert cli.main(["import", "out", "0"]) == 0
+    assert "0: 7 tensors" in capsys.readouterr().out
+    assert cli.main(["export", "0", "again"]) == 0
+    weights = load_file(folder / "again" / "model.safetensors")
+    assert torch.equal(weights["embed.weight"], model()["parameter", "embed.weight"].bfloat16())
+    assert cli.main(["import", "again", "5", "--prefix", "blocks"]) == 0
+    capsys.readouterr()
+    assert cli.main(["export", "1", "x", "--dtype", "int8"]) == 1
+    assert "is not a floating dtype" in capsys.readouterr().err
+    assert sorted(os.listdir(folder)) == ["0", "1", "5", "again", "out"]

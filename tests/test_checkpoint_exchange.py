@@ -1,0 +1,235 @@
+"""Weights out to and in from other formats; and files that bring code with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_ranks import model, save_as
+from safetensors.torch import load_file, save_file
+
+from zeroshard.checkpoint import Alone, Held, Snapshot, export, import_weights, load, read_manifest, verify
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.errors import CheckpointError
+
+WEIGHTS = {name: tensor for (kind, name), tensor in model().items() if kind in ("parameter", "buffer")}
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    with Reader(path) as reader:
+        return {entry.name: reader.whole(entry) for entry in reader.manifest.entries}
+
+
+def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    same = all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
+    return one.keys() == other.keys() and same
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_as(tmp_path / "1", model(), world=3)
+    return tmp_path / "1"
+
+
+def test_one_file_without_an_index(checkpoint: Path, tmp_path: Path) -> None:
+    done = export(checkpoint, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    assert done.tensors == len(WEIGHTS)
+    assert alike(load_file(tmp_path / "out" / "model.safetensors"), WEIGHTS)
+
+
+def test_several_files_with_an_index(checkpoint: Path, tmp_path: Path) -> None:
+    done = export(checkpoint, tmp_path / "out", max_shard_bytes=500)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert sorted(files) == [
+        f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in WEIGHTS.values()) == done.bytes
+    found = {}
+    for name in files:
+        part = load_file(tmp_path / "out" / name)
+        assert all(index["weight_map"][key] == name for key in part)
+        found |= part
+    assert alike(found, WEIGHTS)
+    assert alike(contents(import_weights(tmp_path / "out", tmp_path / "2").path), WEIGHTS)
+
+
+def test_floats_are_converted_and_others_are_not(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "out", dtype="bfloat16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["counts"].dtype == torch.int64
+    assert torch.equal(found["embed.weight"], WEIGHTS["embed.weight"].bfloat16())
+
+
+def test_exporting_refuses_what_it_cannot_do(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists; export to a new folder"):
+        export(checkpoint, checkpoint)
+    with pytest.raises(CheckpointError, match="'int8' is not one to export to"):
+        export(checkpoint, tmp_path / "out", dtype="int8")
+    (checkpoint / "rank-00001-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="rank-00001-of-00003"):
+        export(checkpoint, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["1"]
+
+
+def test_rows_larger_than_a_chunk_are_exported_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroshard.checkpoint.reader.CHUNK", 256)
+    monkeypatch.setattr("zeroshard.checkpoint.saving.BLOCK", 96)
+    wide = torch.randn(2, 1000)
+    from zeroshard.checkpoint import save
+
+    save(tmp_path / "1", Snapshot([Held.of("w", "parameter", wide)]), Alone())
+    parts = []
+    export(tmp_path / "1", tmp_path / "out", progress=parts.append, dtype="float64")
+    assert max(parts) <= 2 * 256
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], wide.double())
+    assert verify(tmp_path / "1").ok
+
+
+def test_importing_safetensors_and_loading_it(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    saved = import_weights(tmp_path / "w.safetensors", tmp_path / "0")
+    assert alike(contents(saved.path), WEIGHTS)
+    buffer = torch.zeros(7, dtype=torch.int64)
+    state = Held.of("embed.weight", "state:exp_avg", torch.zeros(50, 8))
+    loaded = load(saved.path, Snapshot([Held.of("counts", "buffer", buffer), state]), Alone(), strict=False)
+    assert torch.equal(buffer, WEIGHTS["counts"])
+    assert loaded.absent == (("state:exp_avg", "embed.weight"),)
+    assert loaded.values == {"imported_from": "w.safetensors"}
+
+
+@pytest.mark.parametrize("modern", [True, False])
+def test_importing_a_state_dict_of_torch_save(tmp_path: Path, modern: bool) -> None:
+    torch.save(WEIGHTS, tmp_path / "w.pt", _use_new_zipfile_serialization=modern)
+    assert alike(contents(import_weights(tmp_path / "w.pt", tmp_path / "0").path), WEIGHTS)
+
+
+def test_a_state_dict_inside_others_is_taken_by_name(tmp_path: Path) -> None:
+    torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "one.pt")
+    assert alike(contents(import_weights(tmp_path / "one.pt", tmp_path / "0").path), WEIGHTS)
+    torch.save({"model": WEIGHTS, "optim": {"state": {0: {"exp_avg": torch.ones(2)}}}}, tmp_path / "two.pt")
+    with pytest.raises(
+        CheckpointError, match=r"several things: `model` \(7 tensors\), `optim` \(1 tensors\)"
+    ):
+        import_weights(tmp_path / "two.pt", tmp_path / "1")
+    assert alike(contents(import_weights(tmp_path / "two.pt", tmp_path / "1", "model").path), WEIGHTS)
+    with pytest.raises(CheckpointError, match="no tensor below `models`"):
+        import_weights(tmp_path / "two.pt", tmp_path / "2", "models")
+
+
+def test_a_prefix_is_dropped_from_names(tmp_path: Path) -> None:
+    save_file({f"module.{name}": tensor for name, tensor in WEIGHTS.items()}, tmp_path / "w.safetensors")
+    saved = import_weights(tmp_path / "w.safetensors", tmp_path / "0", "module.")
+    assert alike(contents(saved.path), WEIGHTS)
+
+
+def test_importing_folders_of_hugging_face(tmp_path: Path) -> None:
+    names = sorted(WEIGHTS)
+    places = {name: f"pytorch_model-{number % 2 + 1:05d}-of-00002.bin" for number, name in enumerate(names)}
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for file in set(places.values()):
+        torch.save({name: WEIGHTS[name] for name in names if places[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "config.json").write_text("{}")
+    assert alike(contents(import_weights(folder, tmp_path / "0").path), WEIGHTS)
+    places[names[0]] = "../secret.bin"
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError, match=r"`../secret.bin`, which is not one of its folder"):
+        import_weights(folder, tmp_path / "1")
+
+
+def test_importing_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    state = {"model": WEIGHTS, "optim": {"lr": 0.1, "state": {"exp_avg": torch.ones(3)}}, "step": 3}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"`optim` \(1 tensors\)"):
+        import_weights(tmp_path / "dcp", tmp_path / "0")
+    saved = import_weights(tmp_path / "dcp", tmp_path / "0", "model")
+    assert alike(contents(saved.path), WEIGHTS)
+    part = next((tmp_path / "dcp").glob("*.distcp"))
+    os.truncate(part, 100)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp"):
+        import_weights(tmp_path / "dcp", tmp_path / "1", "model")
+
+
+def test_parts_of_a_tensor_in_two_dimensions_are_put_together() -> None:
+    """Slices by rows and columns, as two-dimensional parallelism saves them."""
+    from zeroshard.checkpoint.distcp import Slice, Tensor
+
+    whole = torch.randn(6, 8)
+    corners = [((0, 0), (4, 3)), ((0, 3), (4, 5)), ((4, 0), (2, 8))]
+    parts = {at: whole[at[0] : at[0] + size[0], at[1] : at[1] + size[1]] for at, size in corners}
+    tensor = Tensor(
+        Path(), "w", (6, 8), torch.float32, tuple(Slice(at, size, "", 0, 0) for at, size in corners)
+    )
+    tensor._load = lambda part: parts[part.offsets]  # type: ignore[method-assign, index, assignment]
+    assert torch.equal(torch.cat([tensor.read(0, 1), tensor.read(1, 5), tensor.read(5, 6)]), whole)
+    assert tensor.loaded == {}
+
+
+class Bomb:
+    """Unpickling it writes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_code_in_files_is_never_run(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    torch.save({"w": torch.ones(2), "bomb": Bomb(marker)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+        import_weights(tmp_path / "w.pt", tmp_path / "0")
+    (tmp_path / "old.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+        import_weights(tmp_path / "old.bin", tmp_path / "0")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps({"a": Bomb(marker)}))
+    with pytest.raises(CheckpointError, match=r"posix.mkdir has no business there"):
+        import_weights(tmp_path / "dcp", tmp_path / "0")
+    assert not marker.exists()
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    save_as(tmp_path / "1", model())
+    with pytest.raises(CheckpointError, match="already is a ZeroShard checkpoint"):
+        import_weights(tmp_path / "1", tmp_path / "0")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        import_weights(tmp_path / "nothing", tmp_path / "0")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"holds no weights .* It holds nothing"):
+        import_weights(tmp_path / "empty", tmp_path / "0")
+    torch.save({"epoch": 3}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        import_weights(tmp_path / "x.pt", tmp_path / "0")
+    torch.save({"w": torch.ones(2, 2).to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(CheckpointError, match="sparse"):
+        import_weights(tmp_path / "sparse.pt", tmp_path / "0")
+    assert not (tmp_path / "0").exists()
+
+
+def test_a_damaged_source_is_not_half_imported(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    os.truncate(tmp_path / "w.safetensors", 900)
+    with pytest.raises(CheckpointError, match=r"w.safetensors"):
+        import_weights(tmp_path / "w.safetensors", tmp_path / "0")
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert not (tmp_path / "0").exists()
+
+
+def test_manifests_know_who_made_them(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    manifest = read_manifest(import_weights(tmp_path / "w.safetensors", tmp_path / "0").path)
+    assert manifest.versions["torch"] == str(torch.__version__)
+    assert manifest.world == 1
