@@ -218,7 +218,9 @@ class Run:
 
     def publish(self) -> None:
         """Say that parameters were written by hand (`p.data.clamp_()`), so that the next forward uses them. Every rank calls it."""
-        self._open().changed()
+        runtime = self._open()
+        runtime.changed()
+        runtime.publish()
 
     def stats(self) -> Stats:
         """Bytes moved and held, seconds waited; see `Stats`."""

@@ -87,7 +87,8 @@ class Hooks:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if runtime.buffers and runtime.sync and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
-                    runtime.transport.broadcast("buffers", runtime.buffers)
+                    # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two forward passes.
+                    runtime.transport.broadcast("buffers", [buffer.data for buffer in runtime.buffers])
             if compute is None:
                 return None
             return _cast(args, compute), _cast(kwargs, compute)

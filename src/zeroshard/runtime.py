@@ -143,11 +143,15 @@ class Runtime:
             self._trace.clear()
 
     def _wake(self) -> None:
-        """The first unit of a forward: make this rank's newest rows available, and start to fetch the peers'."""
+        """The first unit of a forward: hand on this rank's newest rows, and start to fetch the peers'."""
         if self.closed:
             raise StateError("this run is closed; call zs.shard() again to train on.")
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._abandon()
+        self.publish()
+
+    def publish(self) -> None:
+        """Let the peers have this rank's newest rows, unless they do. Not done by `step`: loops write parameters after it."""
         if self._stale:
             if self._host_updates is not None and self.transport.size > 1:
                 self._host_updates.drain()  # peers will read this rank's rows
@@ -346,6 +350,7 @@ class Runtime:
     @torch.no_grad()
     def collect(self, local: Tensor, slot: Slot) -> Tensor:
         """The whole tensor from every rank's rows; all ranks call it in the same order."""
+        self.publish()  # a peer may still be in a forward pass that this rank did not make, and wait for its rows
         if slot.split == "copy" or self.transport.size == 1:
             return local.detach().clone()
         rank, size = self.transport.rank, self.transport.size
