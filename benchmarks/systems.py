@@ -2,7 +2,7 @@
 
 A system is a function `model -> Trainer`, called on every rank with the group initialised (gloo). It imports
 what it needs by itself: the time of an import belongs to the start-up of the system that asks for it.
-Each peer gets the settings that make it fastest here among those it documents; the reasons stand beside them.
+Each peer runs on its defaults, except for settings documented to save it work; the reasons stand beside them.
 """
 
 from __future__ import annotations
