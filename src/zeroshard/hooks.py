@@ -126,6 +126,9 @@ class Hooks:
             runtime.forget_unsynced()
             own_zero(set_to_none)
 
+        if hasattr(own_step, "_wrapped_by_lr_sched"):
+            # A scheduler built before shard() looks for its mark, and would warn that step() was replaced.
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # Bound methods, because LR schedulers re-bind whatever they find as `optimizer.step`.
         for name, function in (("step", step), ("zero_grad", zero_grad)):
             before = optimizer.__dict__.get(name)
