@@ -1,0 +1,33 @@
+"""Host kernels: one pass over memory for updates, sums, casts and checks of flat CPU tensors.
+
+Each runs on the calling thread and releases the GIL; `Workers` runs chunks side by side. They are compiled
+with the package; without a compiler torch computes the same bits and one line says so (`loader`, `fallback`).
+"""
+
+from zeroshard.native.adam import AdamRows, AdamStep, adam_update
+from zeroshard.native.master import Ties, join, split
+from zeroshard.native.pages import allocate
+from zeroshard.native.sgd import SgdRows, SgdStep, sgd_update
+from zeroshard.native.sums import accumulate, cast, non_finite, square_sum, square_sums, sum_pieces
+from zeroshard.native.workers import Workers, usable_cores
+
+__all__ = [
+    "AdamRows",
+    "AdamStep",
+    "SgdRows",
+    "SgdStep",
+    "Ties",
+    "Workers",
+    "accumulate",
+    "adam_update",
+    "allocate",
+    "cast",
+    "join",
+    "non_finite",
+    "sgd_update",
+    "split",
+    "square_sum",
+    "square_sums",
+    "sum_pieces",
+    "usable_cores",
+]

@@ -1,0 +1,86 @@
+"""The records that pass between Python and `kernels.c`: field for field the structs of the headers there."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
+from typing import Any
+
+import torch
+
+# Kinds of element. The last three exist for weights only: nothing is written, ties are rounded away from
+# zero, the weight is one half of a split master.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+NONE, BF16_AWAY, SPLIT = 4, 5, 6
+
+# Elements of a block of 8-bit moments, and of a block of squares summed into one double.
+BLOCK = 256
+SQUARE_BLOCK = 65536
+LANES = 256
+
+
+def _fields(text: str, types: dict[str, Any]) -> list[tuple[str, Any]]:
+    """`"i64: count; ptr: master remainder"` as ctypes fields."""
+    found = []
+    for part in text.split(";"):
+        kind, names = part.split(":")
+        found += [(name, types[kind.strip()]) for name in names.split()]
+    return found
+
+
+_TYPES = {"i64": c_int64, "i32": c_int32, "u32": c_uint32, "f32": c_float, "f64": c_double, "ptr": c_void_p}
+
+
+class Adam(ctypes.Structure):
+    _fields_ = _fields(
+        "i64: count; ptr: master remainder exp_avg exp_avg_sq peak scales grad weight;"
+        "i32: grad_kind weight_kind coupled; u32: salt;"
+        "f32: grad_scale lerp beta2 gain2 stride bias eps decay",
+        _TYPES,
+    )
+
+
+class Sgd(ctypes.Structure):
+    _fields_ = _fields(
+        "i64: count; ptr: master remainder momentum grad weight;"
+        "i32: grad_kind weight_kind first nesterov decays;"
+        "f32: grad_scale stride inertia gain decay",
+        _TYPES,
+    )
+
+
+class Sum(ctypes.Structure):
+    _fields_ = _fields(
+        "i64: count; ptr: out sources source_kinds; i32: source_count out_kind doubles; f64: scale", _TYPES
+    )
+
+
+class Pair(ctypes.Structure):
+    _fields_ = _fields("i64: count; ptr: to source; i32: to_kind from_kind doubles; f64: scale", _TYPES)
+
+
+class Scan(ctypes.Structure):
+    _fields_ = _fields("i64: count; ptr: source sums; i32: from_kind found", _TYPES)
+
+
+class Halves(ctypes.Structure):
+    _fields_ = _fields("i64: count; ptr: master weight remainder", _TYPES)
+
+
+RECORDS: dict[str, type[ctypes.Structure]] = {
+    "adam": Adam,
+    "sgd": Sgd,
+    "sum": Sum,
+    "accumulate": Pair,
+    "cast": Pair,
+    "square_sums": Scan,
+    "non_finite": Scan,
+    "split": Halves,
+    "join": Halves,
+}
+
+
+def version() -> int:
+    """What `zs_abi` of a library built from these very records returns."""
+    size = ctypes.sizeof
+    return 1 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))

@@ -1,0 +1,199 @@
+"""The kernels in torch, bit for bit what `kernels.c` computes (a NaN's payload apart), for where no compiler
+was.
+
+Only multiply, add, divide and square root are used, each of which IEEE 754 fixes to the last bit; torch's
+lerp, addcmul and addcdiv fuse where the machine can, and would differ between machines. Chunks are small
+enough to stay in cache and below the size at which torch would start threads of its own inside a worker
+thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeroshard.native import abi, moments8
+
+if TYPE_CHECKING:
+    from zeroshard.native.adam import AdamNumbers, AdamRows
+    from zeroshard.native.sgd import SgdNumbers, SgdRows
+
+_CHUNK = 32768
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    return (slice(start, min(start + _CHUNK, numel)) for start in range(0, numel, _CHUNK))
+
+
+# -- split masters
+
+
+def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """See [Note: split master] in numbers.h."""
+    for part in _chunks(master.numel()):
+        bits = master[part].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        size = bits & 0x7FFFFFFF
+        half = torch.where(size >= 0x7F810000, bits, bits + 0x8000) >> 16
+        odd = (size >= 0x7F808000) & (size < 0x7F810000)
+        weight[part].view(torch.int16).copy_(_signed16(torch.where(odd, (bits >> 16) & 0x8000, half)))
+        remainder[part].copy_(_signed16(bits))
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:
+    """The inverse of split."""
+    for part in _chunks(master.numel()):
+        high = (weight[part].view(torch.int16).to(torch.int64) & 0xFFFF) << 16
+        low = remainder[part].to(torch.int64) & 0xFFFF
+        kind = (high >> 16) & 0x7FFF
+        bits = torch.where(kind > 0x7F80, high | low, high + remainder[part].to(torch.int64))
+        bits = torch.where((kind == 0) & (low >= 0x8000), high | 0x7F800000 | low, bits)
+        master[part].view(torch.int32).copy_(_signed32(bits))
+
+
+def _signed16(bits: torch.Tensor) -> torch.Tensor:
+    low = bits & 0xFFFF
+    return torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16)
+
+
+def _signed32(bits: torch.Tensor) -> torch.Tensor:
+    low = bits & 0xFFFFFFFF
+    return torch.where(low >= 0x80000000, low - 0x100000000, low).to(torch.int32)
+
+
+def _away(values: torch.Tensor) -> torch.Tensor:
+    """bf16 with ties away from zero."""
+    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    half = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    return _signed16(half).view(torch.bfloat16)
+
+
+def _open(
+    master: torch.Tensor | None, weight: torch.Tensor | None, remainder: torch.Tensor | None
+) -> torch.Tensor:
+    """The fp32 master to work on: itself, or a joined copy of a split one."""
+    if master is not None:
+        return master
+    assert weight is not None
+    assert remainder is not None
+    joined = torch.empty_like(remainder, dtype=torch.float32)
+    join(weight, remainder, joined)
+    return joined
+
+
+def _close(
+    values: torch.Tensor, weight: torch.Tensor | None, remainder: torch.Tensor | None, kind: int
+) -> None:
+    """Write the compute weight, and the remainder of a split master."""
+    if weight is None:
+        return
+    if kind == abi.SPLIT:
+        assert remainder is not None
+        split(values, weight, remainder)
+    else:
+        weight.copy_(_away(values) if kind == abi.BF16_AWAY else values)
+
+
+# -- updates
+
+
+@torch.no_grad()
+def adam(
+    rows: AdamRows, grad: torch.Tensor, weight: torch.Tensor | None, numbers: AdamNumbers, kind: int
+) -> None:
+    """One step over all of `rows`."""
+    for part in _chunks(rows.numel):
+        some = rows.rows(part.start, part.stop)
+        out = None if weight is None else weight[part]
+        master = _open(some.master, out, some.remainder)
+        mean, square = some.exp_avg, some.exp_avg_sq
+        if some.scales is not None:
+            mean, square = moments8.decode(mean, square, some.scales)
+        _adam_chunk(master, mean, square, some.max_exp_avg_sq, grad[part], numbers)
+        if some.scales is not None:
+            codes = moments8.encode(mean.contiguous(), square.contiguous(), numbers.step)
+            for stored, code in zip((some.exp_avg, some.exp_avg_sq, some.scales), codes, strict=True):
+                stored.copy_(code)
+        _close(master, out, some.remainder, kind)
+
+
+def _adam_chunk(
+    master: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    peak: torch.Tensor | None,
+    grad: torch.Tensor,
+    numbers: AdamNumbers,
+) -> None:
+    grad = grad.to(torch.float32) * numbers.grad_scale
+    if numbers.coupled:
+        grad = grad + master * numbers.decay
+    else:
+        master.mul_(numbers.decay)
+    if numbers.lerp < 0.5:
+        mean.add_((grad - mean).mul_(numbers.lerp))
+    else:
+        mean.copy_(grad - (grad - mean).mul_(1.0 - numbers.lerp))
+    square.mul_(numbers.beta2).add_((grad * numbers.gain2).mul_(grad))
+    if peak is not None:
+        torch.maximum(peak, square, out=peak)
+        square = peak
+    master.add_((mean * numbers.stride).div_(moments8.root_of(square).div_(numbers.bias).add_(numbers.eps)))
+
+
+@torch.no_grad()
+def sgd(
+    rows: SgdRows, grad: torch.Tensor, weight: torch.Tensor | None, numbers: SgdNumbers, kind: int
+) -> None:
+    """One step over all of `rows`."""
+    for part in _chunks(rows.numel):
+        some = rows.rows(part.start, part.stop)
+        out = None if weight is None else weight[part]
+        master = _open(some.master, out, some.remainder)
+        change = grad[part].to(torch.float32) * numbers.grad_scale
+        if numbers.decays:
+            change = change + master * numbers.decay
+        if some.momentum is not None:
+            if numbers.first:
+                some.momentum.copy_(change)
+            else:
+                some.momentum.mul_(numbers.inertia).add_(change * numbers.gain)
+            change = change + some.momentum * numbers.inertia if numbers.nesterov else some.momentum
+        master.add_(change * numbers.stride)
+        _close(master, out, some.remainder, kind)
+
+
+# -- sums, casts, checks
+
+
+@torch.no_grad()
+def sum_pieces(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float, dtype: torch.dtype) -> None:
+    """`out` = `scale` × the sum of `sources` in order, accumulated in `dtype`."""
+    for part in _chunks(out.numel()):
+        total = sources[0][part].to(dtype, copy=True)
+        for source in sources[1:]:
+            total += source[part].to(dtype)
+        out[part].copy_(total.mul_(scale))
+
+
+@torch.no_grad()
+def accumulate(to: torch.Tensor, source: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+    """`to` += `scale` × `source`, in `dtype`."""
+    for part in _chunks(to.numel()):
+        to[part].copy_(to[part].to(dtype) + source[part].to(dtype) * scale)
+
+
+@torch.no_grad()
+def square_sums(values: torch.Tensor, sums: torch.Tensor) -> None:
+    """The lanes and the folding order of sums.h, many blocks side by side."""
+    short = -values.numel() % abi.SQUARE_BLOCK
+    padded = torch.nn.functional.pad(values, (0, short)) if short else values
+    rows = padded.view(-1, abi.SQUARE_BLOCK // abi.LANES, abi.LANES)
+    lanes = values.new_zeros(rows.shape[0], abi.LANES, dtype=torch.float64)
+    for row in rows.unbind(1):
+        wide = row.to(torch.float64)
+        lanes += wide * wide
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sums.copy_(lanes[:, 0])

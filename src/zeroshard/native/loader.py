@@ -1,0 +1,76 @@
+"""Finds the compiled kernels. They are built with the package and never at run time; without them torch does
+the same work, bit for bit, in more passes over memory, and one line says so."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from zeroshard.native import abi
+
+MODULE = "zeroshard.native._kernels"
+LEVELS = ("baseline", "avx2", "avx512")
+
+_log = logging.getLogger("zeroshard")
+
+
+class Kernels:
+    """The functions of the library, each taking one record of `abi`. Calls release the GIL."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._limit = library.zs_limit
+        self._limit.argtypes, self._limit.restype = [ctypes.c_int32], ctypes.c_int32
+        self.adam = self._function(library, "adam")
+        self.sgd = self._function(library, "sgd")
+        self.sum = self._function(library, "sum")
+        self.accumulate = self._function(library, "accumulate")
+        self.cast = self._function(library, "cast")
+        self.square_sums = self._function(library, "square_sums")
+        self.non_finite = self._function(library, "non_finite")
+        self.split = self._function(library, "split")
+        self.join = self._function(library, "join")
+
+    @staticmethod
+    def _function(library: ctypes.CDLL, name: str) -> Callable[[Any], None]:
+        function = library[f"zs_{name}"]
+        function.argtypes, function.restype = [ctypes.POINTER(abi.RECORDS[name])], None
+        call: Callable[[Any], None] = function
+        return call
+
+    def limit(self, level: str = LEVELS[-1]) -> str:
+        """Use at most this instruction set, process-wide; returns the one in force."""
+        return LEVELS[self._limit(LEVELS.index(level))]
+
+
+def load(path: str | None) -> Kernels:
+    """The kernels in the library at `path`. Raises OSError with the reason why they cannot be used."""
+    if path is None:
+        raise OSError("the package was installed without a C compiler")
+    library = ctypes.CDLL(path)
+    try:
+        entry = library.zs_abi
+    except AttributeError:
+        raise OSError(f"{path} holds no ZeroShard kernels") from None
+    entry.argtypes, entry.restype = [], ctypes.c_int64
+    if entry() != abi.version():
+        raise OSError(f"{path} was built from other sources")
+    return Kernels(library)
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The compiled kernels, or None, said once in one line, where torch has to do their work."""
+    spec = importlib.util.find_spec(MODULE)
+    try:
+        return load(spec.origin if spec is not None else None)
+    except OSError as reason:
+        _log.warning(
+            "host updates run in torch, ten times slower than compiled kernels, because %s; "
+            "with a C compiler present, reinstall: pip install --force-reinstall --no-deps zeroshard",
+            reason,
+        )
+        return None

@@ -1,0 +1,77 @@
+"""Split master: an fp32 master kept as the bf16 weight that computes and a 16-bit remainder, 2 bytes fewer.
+
+The pair is one-to-one with the fp32 bit patterns, so nothing is lost, whatever the value. The weight is the
+master rounded to nearest with ties *away from zero*: ties to even cannot be inverted, since weights with an
+even pattern would stand for 65,537 masters each and there are only 65,536 remainders. One master in 131,072
+is such a tie. Where a plain master must give the same weights as a split one, `ties="away"` in the update
+rounds alike."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+import torch
+
+from zeroshard.errors import OptionError
+from zeroshard.native import abi, checks, fallback, loader
+
+Ties = Literal["even", "away"]
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An fp32 tensor as (bf16 weight, int16 remainder)."""
+    checks.flat("split", "master", master, (torch.float32,))
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    remainder = torch.empty_like(master, dtype=torch.int16)
+    kernels = loader.kernels()
+    if kernels is None:
+        fallback.split(master, weight, remainder)
+    else:
+        kernels.split(ctypes.byref(_halves(master, weight, remainder)))
+    return weight, remainder
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 master, bit for bit, that `split` took apart."""
+    checks.flat("join", "weight", weight, (torch.bfloat16,))
+    checks.flat("join", "remainder", remainder, (torch.int16,), weight.numel())
+    master = torch.empty_like(weight, dtype=torch.float32)
+    kernels = loader.kernels()
+    if kernels is None:
+        fallback.join(weight, remainder, master)
+    else:
+        kernels.join(ctypes.byref(_halves(master, weight, remainder)))
+    return master
+
+
+def _halves(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> abi.Halves:
+    return abi.Halves(master.numel(), master.data_ptr(), weight.data_ptr(), remainder.data_ptr())
+
+
+def check_master(where: str, master: torch.Tensor | None, remainder: torch.Tensor | None) -> int:
+    """Raise unless exactly one of the two is there and well-formed; returns the number of rows."""
+    if master is not None and remainder is None:
+        checks.flat(where, "master", master, (torch.float32,))
+        return master.numel()
+    if remainder is not None and master is None:
+        checks.flat(where, "remainder", remainder, (torch.int16,))
+        return remainder.numel()
+    raise OptionError(f"{where}: give either `master` (fp32) or `remainder` (int16, for a split master)")
+
+
+def weight_kind(where: str, weight: torch.Tensor | None, count: int, splits: bool, ties: Ties) -> int:
+    """The kind under which the kernels write `weight`; raises where it does not fit the master."""
+    if ties not in ("even", "away"):
+        raise OptionError(f'{where}: ties={ties!r}; "even" or "away" is needed')
+    if splits:
+        if weight is None:
+            raise OptionError(f"{where}: a split master needs its bf16 `weight`, which is half of it")
+        checks.flat(where, "weight", weight, (torch.bfloat16,), count)
+        return abi.SPLIT
+    if weight is None:
+        return abi.NONE
+    checks.flat(where, "weight", weight, checks.FLOATS, count)
+    if ties == "away" and weight.dtype == torch.bfloat16:
+        return abi.BF16_AWAY
+    return abi.KINDS[weight.dtype]

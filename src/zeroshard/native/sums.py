@@ -1,0 +1,105 @@
+"""Sums, casts and checks over flat host tensors, each in one pass and the same bits on every rank."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.errors import OptionError
+from zeroshard.native import abi, checks, fallback, loader
+
+
+def sum_pieces(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+    """`out` = `scale` × (((s0 + s1) + s2) + …), rounded once to the dtype of `out`.
+
+    Added in fp32, or in fp64 where `out` or a source is fp64. Dtypes may differ. `out` may be one of the
+    sources, but must not overlap one in part."""
+    checks.flat("sum_pieces", "out", out, checks.ALL_FLOATS)
+    if not sources:
+        raise OptionError("sum_pieces: `sources` is empty; at least one tensor is needed")
+    for index, source in enumerate(sources):
+        checks.flat("sum_pieces", f"sources[{index}]", source, checks.ALL_FLOATS, out.numel())
+    doubles = any(tensor.dtype == torch.float64 for tensor in (out, *sources))
+    kernels = loader.kernels()
+    if kernels is None:
+        fallback.sum_pieces(out, sources, scale, torch.float64 if doubles else torch.float32)
+        return
+    count = len(sources)
+    addresses = (ctypes.c_void_p * count)(*(source.data_ptr() for source in sources))
+    kinds = (ctypes.c_int32 * count)(*(abi.KINDS[source.dtype] for source in sources))
+    record = abi.Sum(
+        out.numel(),
+        out.data_ptr(),
+        ctypes.addressof(addresses),
+        ctypes.addressof(kinds),
+        count,
+        abi.KINDS[out.dtype],
+        doubles,
+        scale,
+    )
+    kernels.sum(ctypes.byref(record))
+
+
+def _pair(to: torch.Tensor, source: torch.Tensor, scale: float, doubles: bool) -> abi.Pair:
+    kinds = abi.KINDS[to.dtype], abi.KINDS[source.dtype]
+    return abi.Pair(to.numel(), to.data_ptr(), source.data_ptr(), *kinds, doubles, scale)
+
+
+def accumulate(to: torch.Tensor, source: torch.Tensor, scale: float = 1.0) -> None:
+    """`to` += `scale` × `source`, in fp32 (fp64 where one of them is), rounded once to the dtype of `to`."""
+    checks.flat("accumulate", "to", to, checks.ALL_FLOATS)
+    checks.flat("accumulate", "source", source, checks.ALL_FLOATS, to.numel())
+    doubles = torch.float64 in (to.dtype, source.dtype)
+    kernels = loader.kernels()
+    if kernels is None:
+        fallback.accumulate(to, source, scale, torch.float64 if doubles else torch.float32)
+    else:
+        kernels.accumulate(ctypes.byref(_pair(to, source, scale, doubles)))
+
+
+def cast(to: torch.Tensor, source: torch.Tensor) -> None:
+    """`to` = `source` in the dtype of `to`, rounded to nearest, ties to even."""
+    checks.flat("cast", "to", to, checks.ALL_FLOATS)
+    checks.flat("cast", "source", source, checks.ALL_FLOATS, to.numel())
+    kernels = loader.kernels()
+    if kernels is None:
+        with torch.no_grad():
+            to.copy_(source)
+    else:
+        kernels.cast(ctypes.byref(_pair(to, source, 1.0, False)))
+
+
+def square_sums(values: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each block of 65,536 elements, in fp64. Chunks that start at multiples of that
+    many give the blocks that the whole gives, so a norm need not depend on the number of threads."""
+    checks.flat("square_sums", "values", values, checks.ALL_FLOATS)
+    sums = values.new_empty(-(-values.numel() // abi.SQUARE_BLOCK), dtype=torch.float64)
+    kernels = loader.kernels()
+    if kernels is None:
+        fallback.square_sums(values, sums)
+    else:
+        record = abi.Scan(values.numel(), values.data_ptr(), sums.data_ptr(), abi.KINDS[values.dtype], 0)
+        kernels.square_sums(ctypes.byref(record))
+    return sums
+
+
+def square_sum(values: torch.Tensor) -> float:
+    """The sum of squares; blocks are added without rounding in between, so in any order."""
+    try:
+        return math.fsum(square_sums(values).tolist())
+    except OverflowError:
+        return math.inf
+
+
+def non_finite(values: torch.Tensor) -> bool:
+    """Whether any element is infinite or NaN."""
+    checks.flat("non_finite", "values", values, checks.ALL_FLOATS)
+    kernels = loader.kernels()
+    if kernels is None:
+        return not bool(torch.isfinite(values).all())
+    record = abi.Scan(values.numel(), values.data_ptr(), None, abi.KINDS[values.dtype], 0)
+    kernels.non_finite(ctypes.byref(record))
+    return bool(record.found)

@@ -1,0 +1,118 @@
+"""A few persistent threads for host work. Kernels release the GIL, so chunks run side by side; torch's own
+threads would all start on the caller's core and could not be kept off it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from zeroshard.errors import OptionError, StateError
+
+T = TypeVar("T")
+_Item = tuple[Callable[[], Any], "Future[Any]"]
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may run on, no more than its control group's quota pays for."""
+    cores = (
+        tuple(sorted(os.sched_getaffinity(0)))
+        if hasattr(os, "sched_getaffinity")
+        else range(os.cpu_count() or 1)
+    )
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            return tuple(cores[: max(1, int(quota) // int(period))])
+    except (OSError, ValueError):
+        pass
+    return tuple(cores)
+
+
+class Workers:
+    """`threads` daemon threads named zeroshard-host-0 …; each is pinned to one core of `affinity`, if
+    given."""
+
+    def __init__(self, threads: int, affinity: Sequence[int] | None = None) -> None:
+        if threads < 1:
+            raise OptionError(f"Workers: threads={threads}; at least one is needed")
+        if affinity is not None and not affinity:
+            raise OptionError("Workers: affinity names no core; pass None to leave the threads unpinned")
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._open = True
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(
+                target=self._work,
+                args=(None if affinity is None else affinity[index % len(affinity)],),
+                name=f"zeroshard-host-{index}",
+                daemon=True,
+            )
+            for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def _work(self, core: int | None) -> None:
+        if core is not None and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # a core taken away since: run unpinned rather than not at all
+                os.sched_setaffinity(0, {core})
+        while (item := self._queue.get()) is not None:
+            task, future = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:
+                    future.set_exception(error)
+            # Nothing may outlive its task here while the thread waits for the next one: tasks hold staging
+            # memory.
+            del item, task, future
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run `task` on one of the threads, in order of submission."""
+        future: Future[T] = Future()
+        with self._lock:
+            if not self._open:
+                raise StateError("Workers: submit after close; make a new pool")
+            self._queue.put((task, future))
+        return future
+
+    def run(self, tasks: Iterable[Callable[[], T]]) -> list[T]:
+        """Run all `tasks` and return their results in order; when some raise, all are waited for, then the
+        first of those errors is raised here."""
+        if threading.current_thread() in self._threads:
+            raise StateError("Workers: run inside one of its own tasks would wait for itself; submit instead")
+        futures = [self.submit(task) for task in tasks]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def spread(self, numel: int, grain: int, work: Callable[[int, int], T]) -> list[T]:
+        """Run `work(start, stop)` over 0..numel in pieces of at most `grain`. Where a kernel's blocks matter
+        (8-bit moments, sums of squares), `grain` must be a multiple of the block."""
+        if grain < 1:
+            raise OptionError(f"Workers: grain={grain}; at least one element is needed")
+
+        def piece(start: int) -> Callable[[], T]:
+            return lambda: work(start, min(start + grain, numel))
+
+        return self.run(piece(start) for start in range(0, numel, grain))
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            for _ in self._threads:
+                self._queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
