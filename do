@@ -33,6 +33,11 @@ fingerprint() {
 
 # Runs a step of the set-up: one line on the terminal, the rest in the log, shown only if the step fails.
 step() {
+    # A recent setuptools in reach spares the isolated build, which would fetch one: nothing then needs the network.
+    local isolation=()
+    if "$PYTHON" -c 'import setuptools as s; assert int(s.__version__.split(".")[0]) >= 77' 2>/dev/null; then
+        isolation=(--no-build-isolation)
+    fi
     local title=$1
     shift
     say "  $title"
@@ -42,13 +47,16 @@ step() {
     fi
 }
 
-# The version of the system's torch, if it sees a GPU and is recent enough: that one is built for the GPU's driver.
+# Where python3's packages lie and the version of its torch, if that sees a GPU and is recent enough: it was built for
+# the driver here. Folders, since python3 may itself be of a virtual environment, which --system-site-packages skips.
 gpu_torch() {
     [ -e /dev/nvidiactl ] || return 0
     python3 - <<'PY' 2>/dev/null || true
+import importlib.metadata, site
 import torch
-if torch.cuda.is_available() and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
-    print(torch.__version__)
+version = importlib.metadata.version("torch")
+if torch.cuda.is_available() and tuple(map(int, version.split(".")[:2])) >= (2, 11):
+    print(version, *site.getsitepackages(), site.getusersitepackages(), sep="\n")
 PY
 }
 
@@ -57,11 +65,12 @@ create_venv() {
         die "python3 is missing or older than 3.11"
     mkdir -p "$VENV"
     touch "$VENV/.unfinished"
-    local torch
-    torch=$(gpu_torch)
-    if [ -n "$torch" ]; then
-        step "creating $VENV over the system's torch $torch" python3 -m venv --system-site-packages "$VENV"
-        printf 'torch==%s\n' "$torch" >"$VENV/constraints.txt"
+    local found
+    found=$(gpu_torch)
+    if [ -n "$found" ]; then
+        step "creating $VENV over python3's torch ${found%%$'\n'*}" python3 -m venv "$VENV"
+        printf 'torch==%s\n' "${found%%$'\n'*}" >"$VENV/constraints.txt"
+        printf '%s\n' "${found#*$'\n'}" >"$(echo "$VENV"/lib/python3*/site-packages)/python3.pth"
     else
         step "creating $VENV" python3 -m venv "$VENV"
     fi
@@ -85,9 +94,18 @@ setup() {
     "$PYTHON" -m pip --version >/dev/null 2>&1 || die "$VENV has no working pip; ./do clean removes it"
     local constraints=constraints.txt
     [ ! -e "$VENV/$constraints" ] || constraints=$VENV/$constraints
-    step "installing zeroshard${extras:+ with $extras} and torch (minutes the first time, seconds later)" \
+    # A recent setuptools in reach spares the isolated build, which would fetch one: nothing then needs the network.
+    local isolation=()
+    if "$PYTHON" -c 'import setuptools as s; assert int(s.__version__.split(".")[0]) >= 77' 2>/dev/null; then
+        isolation=(--no-build-isolation)
+    fi
+    local title="installing zeroshard${extras:+ with $extras} (a minute or two, most of it torch)"
+    if compgen -G "$VENV/.installed*" >/dev/null; then
+        title="updating the installation: its requirements or kernels have changed"
+    fi
+    step "$title" \
         "$PYTHON" -m pip install --disable-pip-version-check --no-input \
-        --constraint "$constraints" --editable ".${extras:+[$extras]}"
+        "${isolation[@]}" --constraint "$constraints" --editable ".${extras:+[$extras]}"
     printf '%s\n' "$now" >"$stamp"
 }
 

@@ -24,6 +24,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("shard", "agree"),
     ("param", "grad", "step", "sync"),
     ("host", "state"),
+    ("place",),
     ("runtime",),
     ("build", "hooks", "checkpoint"),
     ("launch",),

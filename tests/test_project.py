@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
+import signal
 import subprocess
+import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -109,6 +113,45 @@ def test_the_console_script_exists() -> None:
     assert isinstance(scripts, dict)
     module, _, function = scripts["zeroshard"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+def inner_pytest(folder: Path, code: str, *words: str) -> str:
+    """Runs pytest on some code under a copy of this suite's conftest, and returns what it printed."""
+    (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
+    (folder / "test_inner.py").write_text(textwrap.dedent(code))
+    config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider"]
+    arguments = [sys.executable, "-m", "pytest", *config, *words, str(folder / "test_inner.py")]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.mark.ranks
+def test_a_process_that_is_left_behind_fails_its_test(tmp_path: Path) -> None:
+    text = inner_pytest(
+        tmp_path,
+        """
+        import pathlib, subprocess, pytest
+        @pytest.mark.ranks
+        def test_careless():
+            child = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; exit"], stdout=subprocess.PIPE)
+            pathlib.Path(__file__).with_name("pid").write_bytes(child.stdout.readline())
+            child.stdout.close()
+            child.wait()
+        """,
+    )
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert "this test left processes behind: [" in text
+    assert "sleep 60" in text
+    assert "processes left over after all tests" in text
+
+
+@pytest.mark.ranks
+def test_fast_layers_come_first(tmp_path: Path) -> None:
+    code = "import pytest\n" + "".join(
+        f"@pytest.mark.{name}\ndef test_{name}(): assert True\n"
+        for name in ("cuda", "ranks", "slow", "threads")
+    )
+    text = inner_pytest(tmp_path, code, "--collect-only", "-q")
+    assert re.findall(r"::test_(\w+)", text) == ["slow", "threads", "ranks", "cuda"]
 
 
 def test_chores_are_documented_where_they_are() -> None:

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from zeroshard.errors import OptionError
@@ -83,7 +84,10 @@ def place(job: Job, rank: int, listener: socket.socket, earlier: list[Member]) -
     sys.stderr.flush()
     launcher = os.getpid()
     port: int = listener.getsockname()[1]
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 warns if there are threads. numpy's BLAS has some, and stops them itself before a fork.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        pid = os.fork()
     kept, closed = (1, 0) if pid == 0 else (0, 1)
     for pipe in (report, *streams):
         os.close(pipe[closed])
