@@ -50,6 +50,7 @@ class Bucket:
         self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
         self.landed: Tensor | None = None
         self.whole: Tensor | None = None
+        self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each rank's reduced piece
         self.grads: list[Tensor] = []  # per parameter, what home.grad shows
 
     @property
@@ -134,6 +135,13 @@ class Gradients:
             if self.stage > 0:
                 ledger.book("gradients", bucket.landed.nbytes)
         if self.stage == 0:
+            if bucket.dtype != bucket.wire_dtype:
+                # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike at other stages.
+                bucket.reduced = self.transport.allocate(f"{bucket.wire.key} {bucket.index} reduced", size, bucket.dtype)
+                bucket.reduced_at = (0,) * pack.world
+                if bucket.reduced.mine.device == bucket.device:
+                    bucket.landed = bucket.reduced.mine
+                ledger.book("buckets", bucket.reduced.mine.nbytes)
             whole = bucket.whole = torch.zeros(pack.full, dtype=bucket.dtype, device=bucket.device)
             ledger.book("gradients", whole.nbytes)
             bucket.grads = [whole[at : at + s.numel].view(s.shape) for s, at in zip(pack.slots, pack.full_offsets, strict=True)]
@@ -199,18 +207,18 @@ class Gradients:
         """Stage 0: every rank fetches the reduced pieces of the others."""
         rank = self.transport.rank
         for bucket in self.buckets:
-            own = bucket.wire.mine[bucket.pack.starts[rank] :][: bucket.pack.pieces[rank]]
+            own = bucket.reduced.mine[bucket.reduced_at[rank] :][: bucket.pack.pieces[rank]]
             if bucket.landed is not None and own.data_ptr() != bucket.landed.data_ptr():
                 own.copy_(bucket.landed)
         self.transport.open()
         works = []
         for bucket in self.buckets:
             pack = bucket.pack
-            cuts = [[(pack.starts[r] + at, n) for at, n in cut] for r, cut in enumerate(pack.cuts_of_pieces())]
+            cuts = [[(bucket.reduced_at[r] + at, n) for at, n in cut] for r, cut in enumerate(pack.cuts_of_pieces())]
             flat = [g.view(-1) for g in bucket.grads]
             out = [[f[s.rows(r)[0] * s.row : s.rows(r)[1] * s.row] for f, s in zip(flat, pack.slots, strict=True)]
                    for r in range(pack.world)]  # fmt: skip
-            works.append(self.transport.gather("reduce", f"{bucket.wire.key}/whole{bucket.index}", bucket.wire, cuts, out))
+            works.append(self.transport.gather("reduce", f"{bucket.wire.key}/whole{bucket.index}", bucket.reduced, cuts, out))
         for bucket, work in zip(self.buckets, works, strict=True):
             work.wait()
             self._show(bucket)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ from .runtime import LiveUnit, Runtime
 from .shard import Faces, Param
 from .state import show_state, take_state
 from .step import Update
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _uncompiled(function: F) -> F:
+    """Hooks run outside of compiled graphs: they change what stands in the modules."""
+    return cast(F, torch.compiler.disable(function))
 
 
 class Hooks:
@@ -58,11 +66,11 @@ class Hooks:
         modules = {id(unit.module): unit.module} | {id(pl.module): pl.module for p in unit.params for pl in p.places}
         runtime = self.runtime
 
-        @torch.compiler.disable
+        @_uncompiled
         def before(module: nn.Module, args: Any) -> None:
             runtime.enter(unit)
 
-        @torch.compiler.disable
+        @_uncompiled
         def after(module: nn.Module, args: Any, output: Any) -> None:
             runtime.leave(unit)
 
@@ -83,7 +91,7 @@ class Hooks:
         runtime, precision = self.runtime, self.runtime.options.precision
         compute = getattr(torch, precision.compute) if precision is not None else None
 
-        @torch.compiler.disable
+        @_uncompiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if runtime.buffers and runtime.sync and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
@@ -93,7 +101,7 @@ class Hooks:
                 return None
             return _cast(args, compute), _cast(kwargs, compute)
 
-        @torch.compiler.disable
+        @_uncompiled
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled():
                 for tensor in _tensors(output):

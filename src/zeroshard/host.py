@@ -32,6 +32,7 @@ from .native import AdamRows, AdamStep, SgdRows, SgdStep, Workers, adam_update, 
 from .shard import Faces, Param
 from .tier import Copies, Mark, Ring, Stage
 
+SHARE = 1 << 20  # elements that a worker updates at a time, at most
 GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out work costs more than doing it
 AHEAD = 2  # parts on their way to the host while one is updated
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
@@ -71,7 +72,15 @@ class Part:
     def __post_init__(self) -> None:
         self.done.set()
         self.steps = [0] * len(self.params)  # updates that each parameter has had
+        self._shares: dict[tuple[int, int], AdamRows | SgdRows] = {}
         self.shown_steps: list[Tensor] = []  # the same, as `optimizer.state` shows it
+
+    def share(self, start: int, stop: int) -> AdamRows | SgdRows:
+        """The state of some elements; cut once, as the same shares are asked for every step."""
+        found = self._shares.get((start, stop))
+        if found is None:
+            found = self._shares[start, stop] = self.state.rows(start, stop)
+        return found
 
     @property
     def splits(self) -> bool:
@@ -110,6 +119,20 @@ class _Staged:
     arrived: Mark
 
 
+class _Countdown:
+    """Calls `then` when `count` things are done."""
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._count, self._then, self._lock = count, then, threading.Lock()
+
+    def one_done(self) -> None:
+        with self._lock:
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._then()
+
+
 class HostUpdates:
     """Runs the parts on worker threads.
 
@@ -131,6 +154,7 @@ class HostUpdates:
         self._due: list[_Job] = []
         self._changed = threading.Condition()
         self._closing = False
+        self._busy = threading.Semaphore(2)
         self._thread = threading.Thread(target=self._run, name="zeroshard-offload", daemon=True)
         self._thread.start()
 
@@ -139,6 +163,8 @@ class HostUpdates:
     def accept(self, part: Part, flat: Tensor, used: list[bool]) -> None:
         """A reduced gradient has landed on the device."""
         self.check()
+        if not any(used):
+            return
         if part.flat is not None or part.taken is not None:
             raise StateError(f"a second backward before optimizer.step(): with clip_norm the update of `{part.params[0].name}` and others "
                              "is under way already. Accumulate inside run.no_sync(), and step after each synchronised backward.")  # fmt: skip
@@ -157,7 +183,8 @@ class HostUpdates:
     @torch.no_grad()
     def _square_sum(self, part: Part, flat: Tensor) -> Tensor:
         if all(part.counted):
-            return torch.linalg.vector_norm(flat[: part.numel], dtype=torch.float32).square()
+            whole: Tensor = torch.linalg.vector_norm(flat[: part.numel], dtype=torch.float32)
+            return whole.square()
         rows = [flat[at : at + n] for (at, n), counts in zip(part.spans, part.counted, strict=True) if counts]
         return torch.stack([torch.linalg.vector_norm(r, dtype=torch.float32).square() for r in rows] or [flat.new_zeros(())]).sum()
 
@@ -213,15 +240,13 @@ class HostUpdates:
         while self._wait_for_work(bool(staged)):
             job = None
             try:
-                while len(staged) < AHEAD and (job := self._next_due()) is not None:
+                while len(staged) < AHEAD and (job := self._next_due(idle=not staged)) is not None:
                     staged.append(self._stage(job))
                 job = staged[0].job
                 self._update(staged.popleft())
             except BaseException as error:  # it must reach the training thread, whatever it is
-                self._failure = (job.part.label if job is not None else "a part", error)
-                self.ring.fail(error)
-                with self._changed:
-                    self._changed.notify_all()
+                self._fail(job.part if job is not None else None, error)
+            if self._failure is not None:
                 return
             job = None
 
@@ -231,9 +256,14 @@ class HostUpdates:
                 self._changed.wait()
             return staged or bool(self._due)
 
-    def _next_due(self) -> _Job | None:
+    def _next_due(self, idle: bool) -> _Job | None:
+        """The newest job whose gradient is there. The training thread launches far ahead of the device, so the newest job may be the
+        last to be ready: where none is ready, an idle host takes the oldest, which will be first."""
         with self._changed:
-            job = self._due.pop() if self._due else None
+            ready = next((i for i in reversed(range(len(self._due))) if self._due[i].landed.passed()), None)
+            if ready is None and not (idle and self._due):
+                return None
+            job = self._due.pop(ready if ready is not None else 0)
             self._changed.notify_all()
             return job
 
@@ -248,24 +278,50 @@ class HostUpdates:
         return _Staged(job, stage, self.copies.out(to, of, job.landed))
 
     def _update(self, staged: _Staged) -> None:
-        job, stage = staged.job, staged.stage
-        part = job.part
+        """Hand out a part's elements to the workers; whoever finishes last sends the weights back.
+
+        Two parts are in the workers' hands at a time, so that none of them idles while the last share of a part is done.
+        """
+        part, stage = staged.job.part, staged.stage
         staged.arrived.wait_on_host()
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(part, stage)
-
-        def piece(run: Run, start: int, stop: int) -> Callable[[], None]:
-            if isinstance(part.state, AdamRows):
+        share = min(SHARE, max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK))
+        shares = [(run, at, min(at + share, run.stop)) for run in staged.job.runs for at in range(run.start, run.stop, share)]
+        self._busy.acquire()
+        left = _Countdown(len(shares), partial(self._finish, staged, weight))
+        for run, start, stop in shares:
+            state = part.share(start, stop)
+            if isinstance(state, AdamRows):
                 assert isinstance(run.step, AdamStep)
-                return partial(adam_update, part.state, grad[start:stop], weight[start:stop], run.step, start=start, stop=stop)
-            assert isinstance(run.step, SgdStep)
-            return partial(sgd_update, part.state, grad[start:stop], weight[start:stop], run.step, start=start, stop=stop)
+                task: Callable[[], None] = partial(adam_update, state, grad[start:stop], weight[start:stop], run.step)
+            else:
+                assert isinstance(run.step, SgdStep)
+                task = partial(sgd_update, state, grad[start:stop], weight[start:stop], run.step)
+            self.workers.submit(partial(self._work, part, task, left))
 
-        share = max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK)
-        self.workers.run([piece(run, at, min(at + share, run.stop)) for run in job.runs for at in range(run.start, run.stop, share)])
+    def _work(self, part: Part, task: Callable[[], None], left: _Countdown) -> None:
+        try:
+            task()
+            left.one_done()
+        except BaseException as error:
+            self._fail(part, error)
+
+    def _finish(self, staged: _Staged, weight: Tensor) -> None:
+        part = staged.job.part
         moved = [(t, weight[at : at + n]) for t, (at, n), used in zip(part.targets, part.spans, part.used, strict=True) if used]
         part.ready = self.copies.back([t for t, _ in moved], [w for _, w in moved])
-        self.ring.give(stage, part.ready)
+        self.ring.give(staged.stage, part.ready)
+        self._busy.release()
         part.done.set()
+
+    def _fail(self, part: Part | None, error: BaseException) -> None:
+        """Keep an error for the training thread, and wake whoever waits for what will not come."""
+        if self._failure is None:
+            self._failure = (part.label if part is not None else "a part", error)
+        self.ring.fail(error)
+        self._busy.release()
+        with self._changed:
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------ step
 

@@ -219,7 +219,7 @@ class Bundle:
     def save(self, tensor: Tensor) -> Saved:
         """Stand-in for a tensor that lives in this bundle's buffer; see [Note: released units in backward]."""
         index = next((i for i, p in enumerate(self.params) if p.leaf is tensor), None)
-        return Saved(self, tensor.storage_offset(), tensor.size(), tensor.stride(), index)
+        return Saved(self, int(tensor.storage_offset()), tensor.size(), tensor.stride(), index)
 
     def restore(self, saved: Saved) -> Tensor:
         assert self.full is not None and self.residence is Residence.FULL

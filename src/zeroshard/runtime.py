@@ -223,7 +223,7 @@ class Runtime:
             self._nested = self._nested or task != self._task
             return
         self._task, self._nested, self._arrivals = task, False, 0
-        Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self.end_backward)
         for unit in self.units:
             if unit.depth == 0:
                 unit.stand_leaves()

@@ -50,7 +50,9 @@ class Faces:
 
 def mesh_over(group: Any, device: torch.device) -> DeviceMesh:
     """A one-dimensional mesh over the ranks of a process group."""
-    return DeviceMesh.from_group(dist.group.WORLD if group is None else group, device.type)
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    return DeviceMesh.from_group(chosen, device.type)
 
 
 class Param:
