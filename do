@@ -69,6 +69,8 @@ create_venv() {
     found=$(gpu_torch)
     if [ -n "$found" ]; then
         step "creating $VENV over python3's torch ${found%%$'\n'*}" python3 -m venv "$VENV"
+        # Python 3.11 puts an old setuptools into a new environment, which would hide python3's own.
+        "$PYTHON" -m pip uninstall --yes setuptools >>"$LOG" 2>&1
         printf 'torch==%s\n' "${found%%$'\n'*}" >"$VENV/constraints.txt"
         printf '%s\n' "${found#*$'\n'}" >"$(echo "$VENV"/lib/python3*/site-packages)/python3.pth"
     else
@@ -125,9 +127,12 @@ case $chore in
         ;;
     test)
         setup dev
-        lint
-        types
-        exec "$PYTHON" -m pytest "$@"
+        # All three, whatever the first says: one look then shows all there is to mend.
+        failed=
+        lint || failed+=' lint'
+        types || failed+=' types'
+        "$PYTHON" -m pytest "$@" || failed+=' pytest'
+        [ -z "$failed" ] || die "failed:$failed"
         ;;
     lint | types)
         setup dev
