@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
 import torch
 from comm_ranks import threads
 
-from zeroshard.comm import Transport, connect, control, failure, link, watch
+from zeroshard.comm import GlooTransport, Transport, connect, control, failure, link, watch
 from zeroshard.errors import OptionError, RankError
 
 pytestmark = pytest.mark.threads
@@ -103,6 +104,47 @@ def test_a_wait_has_an_end(kind: str) -> None:
     assert isinstance(found[0], RankError)
     assert "rank 0 waited " in str(found[0])
     assert "for barrier 'after the step'" in str(found[0])
+
+
+def test_waits_on_a_device_are_given_up_too() -> None:
+    def body(transport: Transport) -> list[str]:
+        assert isinstance(transport, GlooTransport)
+        told: list[str] = []
+        transport.guard(lambda: None if told else f"its gradients [bucket {transport.rank}]", told.append)
+        deadline = time.monotonic() + 20
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return told
+
+    found = threads("gloo", 2, body)
+    assert found[0] == found[1]
+    assert (
+        "rank 0 waits for its gradients [bucket 0]; rank 1 waits for its gradients [bucket 1]" in found[0][0]
+    )
+
+
+def test_a_failing_process_tells_its_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener:
+        rank = 4
+
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def report(self, text: str) -> None:
+            self.texts.append(text)
+
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args[1]))
+    monkeypatch.setattr(failure, "_installed", False)
+    listener = Listener()
+    failure.listen(listener)
+    error = ValueError("no rows")
+    sys.excepthook(ValueError, error, None)
+    assert listener.texts == ["rank 4 failed: ValueError: no rows"]
+    assert shown == [error]
+    failure.unlisten(listener)
+    sys.excepthook(ValueError, error, None)
+    assert len(listener.texts) == 1
 
 
 def test_an_error_is_described_by_its_first_line() -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from comm_ranks import KINDS, Ranks
 
-from zeroshard.comm import Transport, connect
+from zeroshard.comm import NcclTransport, Transport, connect
 from zeroshard.comm.control import PATIENCE
 from zeroshard.errors import OptionError, RankError
 
@@ -34,12 +36,73 @@ def sums(transport: Transport) -> list[float]:
     return out.tolist()
 
 
+class FakeStream:
+    """Stands in for a stream of a GPU: everything has always happened already."""
+
+    def __init__(self, device: object = None) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+
+def nccl_over_gloo(store: Any) -> NcclTransport:
+    """The NCCL transport over gloo and on the CPU: its padding, packing and sums are the real ones."""
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = FakeStream
+    cuda.stream = lambda stream: nullcontext()
+    cuda.current_stream = lambda device: FakeStream()
+    return NcclTransport(store, dist.group.WORLD, CPU)
+
+
+def moves(transport: Transport) -> list[list[float]]:
+    """Values of reductions and gathers with even, uneven and empty pieces."""
+    found = []
+    for number, (pieces, dtype) in enumerate(
+        [([4, 4], torch.float32), ([3, 8], torch.float32), ([0, 5], torch.bfloat16), ([6, 2], torch.float64)]
+    ):
+        generator = torch.Generator().manual_seed(10 * number + transport.rank)
+        wire = transport.allocate(f"wire {number}", sum(pieces), dtype)
+        mine = slice(sum(pieces[: transport.rank]), sum(pieces[: transport.rank + 1]))
+        for out in (torch.empty(pieces[transport.rank]), wire.mine[mine]):
+            transport.fill(wire)
+            wire.mine.copy_(torch.randn(sum(pieces), generator=generator))
+            transport.reduce("gradients", f"wire {number}", wire, pieces, out, 0.3).wait()
+            found.append(out.tolist())
+    source = transport.allocate("rows", 10, torch.float32)
+    source.mine.copy_(torch.arange(10.0) + 100 * transport.rank)
+    transport.open()
+    for number, cuts in enumerate([[[(0, 3)], [(4, 3)]], [[(1, 2), (5, 4)], [(0, 1)]], [[], [(2, 2)]]]):
+        out = [[torch.zeros(1, numel).bfloat16() for _, numel in segments] for segments in cuts]
+        transport.gather("parameters", f"rows {number}", source, cuts, out).wait()
+        transport.fence()
+        found += [tensor.flatten().tolist() for tensors in out for tensor in tensors]
+    tensors = [torch.full((3, 2), float(transport.rank)).t(), torch.tensor(transport.rank)]
+    transport.broadcast("start", tensors, 1)
+    found += [tensor.flatten().tolist() for tensor in tensors]
+    return [*found, transport.max([transport.rank, 3.0]), transport.sum([1.0])]
+
+
 def connected(rank: int, path: str, report: Report) -> None:
+    warnings.simplefilter("error")
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     transports = {name: connect(CPU, name) for name in ("auto", "shm", "gloo")}
     found: dict[str, Any] = {
         name: (transport.name, sums(transport)) for name, transport in transports.items()
     }
+    nccl = nccl_over_gloo(dist.PrefixStore("nccl", dist.FileStore(path, 2)))
+    found["moves"] = [moves(transport) for transport in (nccl, transports["shm"], transports["gloo"])]
+    nccl.barrier("the end")
+    nccl.close()
     alone = dist.new_group([rank], use_local_synchronization=True)
     found["alone"] = connect(CPU, group=alone).name
     for name, asked in (("nccl", "nccl"), ("local", "local"), ("differ", ("shm", "gloo")[rank])):
@@ -62,6 +125,7 @@ def test_connect_chooses_and_transports_agree() -> None:
         told = found[rank]
         assert [told[name][0] for name in ("auto", "shm", "gloo")] == ["shm", "shm", "gloo"]
         assert told["auto"][1] == told["shm"][1] == told["gloo"][1]
+        assert told["moves"][0] == told["moves"][1] == told["moves"][2]
         assert told["alone"] == "local"
         assert told["nccl"].startswith(
             "transport 'nccl' needs a group with the nccl backend and one GPU per rank"

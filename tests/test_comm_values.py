@@ -7,7 +7,7 @@ import torch
 from comm_ranks import threads
 
 from zeroshard.comm import Transport
-from zeroshard.comm.sums import sum_pieces
+from zeroshard.comm.sums import _sum_by_chunks, sum_pieces
 
 pytestmark = pytest.mark.threads
 
@@ -190,8 +190,11 @@ def test_broadcast_overwrites_all_kinds_of_tensors(kind: str, size: int) -> None
 def test_a_sum_may_overwrite_any_operand(position: int, dtype: torch.dtype) -> None:
     sources = wires(4, 200_003, dtype, 1)
     expected = reference(sources, 0.25).to(dtype)
+    plain = [source.clone() for source in sources]
     sum_pieces(sources[position], sources, 0.25)
     assert torch.equal(sources[position], expected)
+    _sum_by_chunks(plain[position], plain, 0.25)
+    assert torch.equal(plain[position], expected)
 
 
 def test_a_sum_keeps_nan_and_infinity() -> None:

@@ -3,7 +3,8 @@
 Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather is slow; this moves the ideal
 volume.
 
-- **stage**: host memory into which the peers' pieces arrive, one per key and reused for ever.
+- **stage**: host memory into which the peers' pieces arrive; one per wire, and per key of a gather; reused
+  for ever.
 - **pack**: this rank's segments of a gather one after another, where they are not one already.
 """
 
@@ -98,9 +99,11 @@ class GlooTransport(Transport):
     def reduce(
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
-        self._finish_last(wire, key)
+        # Several buckets take turns on one wire, and so on its stage: what was there has been added by now.
+        for move in self._pending.pop(wire, []):
+            move.wait()
         mine = pieces[self.rank]
-        stage = self._stage(wire, f"reduce {key}", mine * (self.size - 1))
+        stage = self._stage(wire, "reduce", mine * (self.size - 1))
         landing = slices(stage, [mine] * (self.size - 1))
         receives = list(zip(self._peers, landing, strict=True)) if mine else []
         offered = slices(wire.mine, pieces)
@@ -109,7 +112,7 @@ class GlooTransport(Transport):
         got, sent = self._link.start(label, f"reduce {wire.lane}", receives, sends)
         sources = [*landing[: self.rank], offered[self.rank], *landing[self.rank :]]
         move = _Move(self, kind, got, lambda: sum_pieces(out, sources, scale))
-        self._begin(wire, key, move, sent)
+        self._begin(wire, move, sent)
         self._count_reduce(kind, pieces, wire.mine.element_size())
         return move
 
@@ -135,7 +138,8 @@ class GlooTransport(Transport):
                 receives.append((peer, parts[peer] if peer in parts else out[peer][0].detach().view(-1)))
         got, sent = self._link.start(f"its {kind} [{key}]", f"gather {source.lane}", receives, sends)
         move = _Move(self, kind, got, lambda: _copy(targets, sources))
-        self._begin(source, key, move, sent)
+        source.state[f"last {key}"] = move
+        self._begin(source, move, sent)
         self._count_gather(kind, cuts, source.mine.element_size())
         return move
 
@@ -152,19 +156,18 @@ class GlooTransport(Transport):
         return pack
 
     def _stage(self, region: Region, name: str, numel: int) -> torch.Tensor:
-        held = region.state.get(name)
-        if held is None or held.numel() != numel:
+        held = cast("torch.Tensor | None", region.state.get(name))
+        if held is None or held.numel() < numel:
             held = region.state[name] = torch.empty(numel, dtype=region.mine.dtype)
-        return cast(torch.Tensor, held)
+        return held[:numel]
 
     def _finish_last(self, region: Region, key: str) -> None:
-        """A key's stage is in use until its last operation has ended."""
+        """A gather's stage is in use until the last gather of that key has ended."""
         last = region.state.get(f"last {key}")
         if last is not None:
             cast(_Move, last).wait()
 
-    def _begin(self, region: Region, key: str, move: _Move, sent: Job) -> None:
-        region.state[f"last {key}"] = move
+    def _begin(self, region: Region, move: _Move, sent: Job) -> None:
         open_moves = [other for other in self._pending.get(region, []) if not other.ended]
         self._pending[region] = [*open_moves, move]
         open_sends = [job for job in self._sends.get(region, []) if not job.done]
