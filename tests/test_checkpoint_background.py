@@ -40,7 +40,7 @@ def test_it_returns_at_once_and_takes_the_values_of_that_moment(tmp_path: Path) 
     gate = threading.Event()
     saver = Saver(Alone())
     values = {"step": 1, "list": [1], "ema": torch.zeros(2)}
-    pending = saver.save(tmp_path / "1", Snapshot([gated(gate)], values), background=True)
+    pending = saver.save(tmp_path / "1", Snapshot([gated(gate)], values), background=True, lazy=True)
     assert isinstance(pending, PendingSave)
     assert not pending.done
     with pytest.raises(CheckpointError, match=r"has not finished after 0\.01 s"):
@@ -54,6 +54,62 @@ def test_it_returns_at_once_and_takes_the_values_of_that_moment(tmp_path: Path) 
     loaded = load(tmp_path / "1", Snapshot([Held.of("w", "parameter", torch.zeros(4))]), Alone())
     assert loaded.values["list"] == [1]
     assert loaded.values["ema"].tolist() == [0, 0]
+
+
+def test_the_originals_may_change_once_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves of tensors that change right after; the copy's memory is used again."""
+    monkeypatch.setattr("zeroshard.checkpoint.staging.CHUNK", 100)
+    full = model()
+    saver = Saver(Alone())
+    places = set()
+    for step in range(4):
+        before = {key: tensor.clone() for key, tensor in full.items()}
+        saver.save(tmp_path / "1", Snapshot(held(full)), background=True)
+        for tensor in full.values():
+            tensor.add_(1)
+        places.add(saver.staging._buffers["parameter", "embed.weight", 0, 50].data_ptr())
+        saver.wait()
+        target = blank(full)
+        load_as(tmp_path / "1", target)
+        assert same(target, before), step
+    assert len(places) == 1
+    assert saver.staging.bytes == sum(tensor.nbytes for tensor in full.values())
+
+
+def test_copied_is_the_moment_from_which_they_may_change(tmp_path: Path) -> None:
+    gate = threading.Event()
+    values = torch.ones(4)
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        assert gate.wait(30)
+        return values[start:stop]
+
+    record = Held("w", "parameter", (4,), "float32", (0, 4), read, lambda start, rows: None)
+    saver = Saver(Alone())
+    pending = saver.save(tmp_path / "1", Snapshot([record]), background=True, lazy=True)
+    assert isinstance(pending, PendingSave)
+    threading.Timer(0.05, gate.set).start()
+    pending.copied()
+    values.zero_()
+    pending.wait()
+    target = torch.zeros(4)
+    load(tmp_path / "1", Snapshot([Held.of("w", "parameter", target)]), Alone())
+    assert target.tolist() == [1, 1, 1, 1]
+
+
+def test_copies_are_of_this_ranks_share_only(tmp_path: Path) -> None:
+    full = {("parameter", "w"): torch.randn(4096, 256)}
+
+    def work(peers: ThreadPeers) -> int:
+        saver = Saver(peers)
+        saver.save(tmp_path / "1", Snapshot(held(full, copied=True)), background=True)
+        saver.wait()
+        return saver.staging.bytes
+
+    assert all_good(ranks(4, work)) == [1 << 20] * 4
+    target = blank(full)
+    load_as(tmp_path / "1", target)
+    assert same(full, target)
 
 
 def test_several_ranks_save_in_the_background(tmp_path: Path) -> None:

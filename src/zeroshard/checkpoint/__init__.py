@@ -5,7 +5,7 @@ A checkpoint is a folder of safetensors files and a manifest, and it exists if a
 
 Who is imported by whom: `elements`, `wording`, `plainjson`, `disk` → `records`, `ranges`, `values` →
 `tensorfile` → `manifest` → `claim` → `shelf` → `reader`, `agree` → `saving`, `loading`, `verifying`,
-`exporting` → `background`, `distcp`, `sources`.
+`exporting` → `staging`, `background`, `distcp`, `sources`.
 """
 
 from zeroshard.checkpoint.background import PendingSave, Saver

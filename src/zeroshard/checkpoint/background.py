@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint.records import Peers, Saved, Snapshot
 from zeroshard.checkpoint.saving import Job
+from zeroshard.checkpoint.staging import Staging
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 log = logging.getLogger("zeroshard")
@@ -17,22 +18,27 @@ log = logging.getLogger("zeroshard")
 class PendingSave:
     """A save under way in a thread. Python waits for it when the process ends, unless it is killed."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, staging: Staging) -> None:
         self.path: Path = job.target
+        self._copied = threading.Event()
         self._saved: Saved | None = None
         self._error: Exception | None = None
         # No daemon: a process that ends while it writes would lose the checkpoint it was promised.
         self._thread = threading.Thread(
-            target=self._run, args=(job,), name=f"save {job.target.name}", daemon=False
+            target=self._run, args=(job, staging), name=f"save {job.target.name}", daemon=False
         )
         self._thread.start()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, staging: Staging) -> None:
         try:
+            job.stage(staging)
+            self._copied.set()
             self._saved = job.run()
         except Exception as error:  # kept for wait(); a thread has nobody to raise to
             self._error = error
             log.error("the background save to %s failed: %s", self.path, error)
+        finally:
+            self._copied.set()
 
     @property
     def done(self) -> bool:
@@ -42,6 +48,10 @@ class PendingSave:
     def error(self) -> Exception | None:
         """Why it failed, once it is done."""
         return self._error if self.done else None
+
+    def copied(self) -> None:
+        """Return once all that is saved has been copied, so that it may change. Call it before an update."""
+        self._copied.wait()
 
     def wait(self, timeout: float | None = None) -> Saved:
         """The finished save, or its error."""
@@ -70,6 +80,7 @@ class Saver:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.pending: PendingSave | None = None
+        self.staging = Staging()
 
     def save(
         self,
@@ -78,15 +89,22 @@ class Saver:
         *,
         keep: int | None = None,
         background: bool = False,
+        lazy: bool = False,
     ) -> Saved | PendingSave:
-        """Save now, or begin to. With `background` the tensors that `snapshot` reads must no longer change (a
-        staging copy)."""
+        """Save now; or, with `background`, copy what this rank will write, and write the copy in a thread.
+
+        With `lazy` the copy is made by the thread too: nothing is held up, and the caller promises to call
+        `PendingSave.copied` before it changes anything of what is saved. Forward and backward change nothing;
+        an optimizer's step does.
+        """
         failure = self._settle()
         job = Job(path, snapshot, self.peers, keep, copy=background)
         job.after_failure = failure
         if not background:
             return job.run()
-        self.pending = PendingSave(job)
+        self.pending = PendingSave(job, self.staging)
+        if not lazy:
+            self.pending.copied()
         return self.pending
 
     def wait(self) -> Saved | None:

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,8 +117,16 @@ class Manifest:
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
-    def in_file(self, number: int) -> Iterator[tuple[Entry, Span]]:
-        return ((entry, span) for entry in self.entries for span in entry.spans if span.file == number)
+    def in_file(self, number: int) -> list[tuple[Entry, Span]]:
+        return self._by_file.get(number, [])
+
+    @cached_property
+    def _by_file(self) -> dict[int, list[tuple[Entry, Span]]]:
+        found: dict[int, list[tuple[Entry, Span]]] = {}
+        for entry in self.entries:
+            for span in entry.spans:
+                found.setdefault(span.file, []).append((entry, span))
+        return found
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -283,45 +290,32 @@ class Check:
     def entry(self, item: Any, files: tuple[RankFile, ...], block: int) -> Entry:
         self.that(isinstance(item, list) and len(item) == 5, "has a malformed tensor")
         kind, name, shape, dtype, spans = item
-        self.that(
-            isinstance(kind, str) and isinstance(name, str) and bool(kind) and bool(name),
-            "has a nameless tensor",
-        )
-        self.that(isinstance(shape, list) and len(shape) <= 32, f"has an odd shape for {quoted(name)}")
-        dims = tuple(self.count(dim, f"shape of {quoted(name)}") for dim in shape)
-        self.that(isinstance(dtype, str) and dtype in SIZE, f"has an unknown dtype for {quoted(name)}")
-        self.that(
-            math.prod(dim for dim in dims if dim) < 1 << 60,
-            f"has the impossible shape {dims} for {quoted(name)}",
-        )
-        self.that(isinstance(spans, list), f"has no rows for {quoted(name)}")
+        named = isinstance(kind, str) and isinstance(name, str) and bool(kind) and bool(name)
+        self.that(named, "has a nameless tensor")
+        label = quoted(name)
+        self.that(isinstance(shape, list) and len(shape) <= 32, f"has an odd shape for {label}")
+        dims = tuple(self.count(dim, f"shape of {label}") for dim in shape)
+        self.that(isinstance(dtype, str) and dtype in SIZE, f"has an unknown dtype for {label}")
+        elements = math.prod(dim for dim in dims if dim)
+        self.that(elements < 1 << 60, f"has the impossible shape {dims} for {label}")
+        self.that(isinstance(spans, list), f"has no rows for {label}")
+        width = row_bytes(dims, dtype)
         entry = Entry(
-            kind, name, dims, dtype, tuple(self.span(span, name, dims, dtype, files, block) for span in spans)
+            kind, name, dims, dtype, tuple(self.span(span, label, width, files, block) for span in spans)
         )
         at = 0
         for span in entry.spans:
-            self.that(span.start == at, f"has a gap or an overlap at row {at} of {quoted(name)}")
+            self.that(span.start == at, f"has a gap or an overlap at row {at} of {label}")
             at = span.stop
-        self.that(at == entry.height, f"has {at} of the {entry.height} rows of {quoted(name)}")
+        self.that(at == entry.height, f"has {at} of the {entry.height} rows of {label}")
         return entry
 
-    def span(
-        self,
-        item: Any,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        files: tuple[RankFile, ...],
-        block: int,
-    ) -> Span:
-        self.that(isinstance(item, list) and len(item) == 5, f"has malformed rows for {quoted(name)}")
-        start, stop, file, offset = (
-            self.count(number, f"row range of {quoted(name)}") for number in item[:4]
-        )
-        self.that(start < stop and file < len(files), f"has rows of {quoted(name)} in no file")
-        width = row_bytes(shape, dtype)
+    def span(self, item: Any, label: str, width: int, files: tuple[RankFile, ...], block: int) -> Span:
+        self.that(isinstance(item, list) and len(item) == 5, f"has malformed rows for {label}")
+        start, stop, file, offset = (self.count(number, f"row range of {label}") for number in item[:4])
+        self.that(start < stop and file < len(files), f"has rows of {label} in no file")
         total = (stop - start) * width
-        self.that(offset + total <= files[file].bytes, f"has rows of {quoted(name)} beyond the end of a file")
+        self.that(offset + total <= files[file].bytes, f"has rows of {label} beyond the end of a file")
         return Span(start, stop, file, offset, self.sums(item[4], block_count(stop - start, width, block)))
 
 

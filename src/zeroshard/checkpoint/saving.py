@@ -12,7 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,23 @@ from zeroshard.checkpoint.ranges import (
     merge,
 )
 from zeroshard.checkpoint.records import BLOCK, CHUNK, FILE_LIMIT, Held, Peers, Saved, Snapshot, slot
+from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
 from zeroshard.checkpoint.values import pack
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.config import show_bytes
 from zeroshard.errors import CheckpointError
+
+_VISIBLE = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who writes what, known to every rank: all tensors, each rank's tasks, and each rank's own values."""
+
+    tensors: list[Described]
+    tasks: list[list[Task]]
+    own: list[Any]
 
 
 class Job:
@@ -62,6 +74,7 @@ class Job:
         self.after_failure: str | None = None
         self.step = snapshot.values.get("step")
         self._ticket: claim.Claim | None = None
+        self._division: Division | None = None
         self._unstorable: CheckpointError | None = None
         self.values: Any = {}
         self.own: Any = {}
@@ -77,17 +90,24 @@ class Job:
         self.held += [Held.of(name, "value", tensor) for name, tensor in shared.items()]
         self.held += [Held.of(name, f"own:{self.peers.rank}", tensor) for name, tensor in private.items()]
 
+    def stage(self, staging: Staging) -> None:
+        """Copy this rank's share, so that the originals may change before `run` is through."""
+        try:
+            plan = self._agree()
+            mine = plan.tasks[self.peers.rank]
+            together(self.peers, "copying", lambda: self._copy(staging, mine))
+        except AgreedError as error:
+            raise self._reported(error) from error
+
     def run(self) -> Saved:
         """Save; on any failure remove what was begun, and raise on every rank."""
         began = time.perf_counter()
         try:
-            described = together(self.peers, "describing what to save", self._describe)
-            tensors, tasks = self._divide(described)
-            token = on_first(self.peers, "preparing to save", lambda: self._begin(tensors))
-            staging = claim.holder_of(self.target) / token
-            wrote = together(self.peers, "writing", lambda: self._write(staging, tasks[self.peers.rank]))
-            own = [answer["own"] for answer in described]
-            done = on_first(self.peers, "finishing", lambda: self._finish(tensors, wrote, own))
+            plan = self._agree()
+            token = on_first(self.peers, "preparing to save", lambda: self._begin(plan.tensors))
+            staging, mine = claim.holder_of(self.target) / token, plan.tasks[self.peers.rank]
+            wrote = together(self.peers, "writing", lambda: self._write(staging, mine))
+            done = on_first(self.peers, "finishing", lambda: self._finish(plan, wrote))
         except AgreedError as error:
             raise self._reported(error) from error
         finally:
@@ -95,6 +115,19 @@ class Job:
                 self._ticket.release()
         removed = tuple(Path(name) for name in done["removed"])
         return Saved(self.target, done["bytes"], time.perf_counter() - began, removed, self.after_failure)
+
+    def _agree(self) -> Division:
+        """Who writes what: the same answer, or the same error, on every rank, since all compute it from the
+        same data."""
+        if self._division is None:
+            answers = together(self.peers, "describing what to save", self._describe)
+            try:
+                tensors = merge([answer["held"] for answer in answers])
+                tasks = assign(tensors, self.peers.size)
+            except CheckpointError as error:
+                raise AgreedError(str(error)) from error
+            self._division = Division(tensors, tasks, [answer["own"] for answer in answers])
+        return self._division
 
     def _describe(self) -> dict[str, Any]:
         if self._unstorable is not None:
@@ -110,14 +143,8 @@ class Job:
             "own": self.own,
         }
 
-    def _divide(self, described: Sequence[Any]) -> tuple[list[Described], list[list[Task]]]:
-        """Who writes what: the same answer, or the same error, on every rank, since all compute it from the
-        same data."""
-        try:
-            tensors = merge([answer["held"] for answer in described])
-            return tensors, assign(tensors, self.peers.size)
-        except CheckpointError as error:
-            raise AgreedError(str(error)) from error
+    def _copy(self, staging: Staging, tasks: Sequence[Task]) -> None:
+        self.held = staging.copy(self.held, tasks)
 
     def _begin(self, tensors: Sequence[Described]) -> str:
         """Rank 0: take the path, and see that there is room before anyone writes."""
@@ -134,6 +161,7 @@ class Job:
 
     def _write(self, staging: Path, tasks: list[Task]) -> dict[str, Any]:
         """This rank's files. Returns what the manifest needs to know about them."""
+        self._await(staging)
         # Larger elements first: then every tensor begins at a multiple of its element size.
         tasks = sorted(tasks, key=lambda task: -SIZE[self.held[task.index].dtype])
         widths = [held.row_bytes for held in self.held]
@@ -145,13 +173,23 @@ class Job:
             files.append(file)
         return {"files": files, "spans": spans}
 
-    def _finish(
-        self, tensors: Sequence[Described], wrote: Sequence[Any], own: Sequence[Any]
-    ) -> dict[str, Any]:
+    def _await(self, staging: Path) -> None:
+        """See the folder that rank 0 made; network file systems may show it late."""
+        deadline = time.monotonic() + _VISIBLE
+        while not staging.is_dir():
+            if time.monotonic() > deadline or self.peers.rank == 0:
+                raise CheckpointError(
+                    f"{staging}, which rank 0 made, is not there. All ranks must save to one shared folder, "
+                    "and "
+                    "nothing else may remove it."
+                )
+            time.sleep(0.05)
+
+    def _finish(self, plan: Division, wrote: Sequence[Any]) -> dict[str, Any]:
         ticket = self._ticket
         assert ticket is not None
         manifest = replace(
-            assemble(tensors, wrote, self.values, own),
+            assemble(plan.tensors, wrote, self.values, plan.own),
             head=Head(shelf.next_serial(self.target.parent), time.time(), _step(self.step)),
         )
         if wrong := shelf.missing_files(ticket.staging, manifest):
