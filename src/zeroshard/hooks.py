@@ -74,9 +74,24 @@ class Hooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             runtime.leave(unit)
 
+        opened: list[nn.Module] = []
+
+        # In a compiled unit the unit's own hooks have run already, and these would cut the graph at every layer. A frame that
+        # was begun compiled may be ended uncompiled: so only what was opened is closed.
+        def before_inner(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                runtime.enter(unit)
+                opened.append(module)
+
+        def after_inner(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling() and opened and opened[-1] is module:
+                opened.pop()
+                runtime.leave(unit)
+
         for module in modules.values():
-            self._keep(module.register_forward_pre_hook(before))
-            self._keep(module.register_forward_hook(after, always_call=True))
+            own = module is unit.module
+            self._keep(module.register_forward_pre_hook(before if own else before_inner))
+            self._keep(module.register_forward_hook(after if own else after_inner, always_call=True))
 
     def _on_leaf(self, unit: LiveUnit, param: Param) -> None:
         runtime = self.runtime
