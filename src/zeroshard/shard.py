@@ -99,10 +99,20 @@ def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Par
             original = _rebind(original, local)
         home = original
     else:
-        home = nn.Parameter(faces.show(local, slot), requires_grad=original.requires_grad)
+        home = nn.Parameter(faces.show(_apart(local), slot), requires_grad=original.requires_grad)
     if home.is_floating_point():
         home.grad_dtype = None  # a 16-bit gradient of an fp32 master is what mixed precision keeps
     return home
+
+
+def _apart(view: Tensor) -> Tensor:
+    """The same memory under a storage that begins and ends with the view. `copy.deepcopy` fails for a DTensor over a view that
+    begins elsewhere, and `torch.save` would write the whole buffer for each of its rows."""
+    if view.numel() == 0:
+        return torch.empty_like(view)
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())
 
 
 def _rebind(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:

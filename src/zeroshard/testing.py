@@ -339,10 +339,21 @@ def tensor_bytes() -> tuple[int, dict[int, int]]:
         if isinstance(thing, Tensor) and not thing.is_meta:
             local = getattr(thing, "_local_tensor", thing)
             storage = local.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
+    storages = _outermost(storages)
     shared = _shared_segments()
     private = sum(size for at, size in storages.items() if at not in shared)
     return private, {shared[at]: size for at, size in storages.items() if at in shared}
+
+
+def _outermost(storages: dict[int, int]) -> dict[int, int]:
+    """Without storages that are a part of another one's memory."""
+    kept, end = {}, 0
+    for at, size in sorted(storages.items()):
+        if at + size > end:
+            kept[at] = size
+            end = at + size
+    return kept
 
 
 def _shared_segments() -> dict[int, int]:
