@@ -13,15 +13,16 @@ from collections.abc import Sequence
 import torch
 
 _PAGE = 4096
-_STAGGER = 640  # ten cache lines: six arrays stay at least nine lines apart within a page
+_LINE = 64
 _HUGE = 2 << 20
 
 
 def _place(numel: int, dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
     """The offset of each array in one mapping, and the size of the mapping."""
+    apart = _PAGE // max(1, len(dtypes)) // _LINE * _LINE
     offsets, end = [], 0
     for index, dtype in enumerate(dtypes):
-        offset = end + (index * _STAGGER - end) % _PAGE
+        offset = end + (index * apart - end) % _PAGE
         offsets.append(offset)
         end = offset + numel * dtype.itemsize
     return offsets, end
