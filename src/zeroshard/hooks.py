@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +60,14 @@ class Hooks:
     # ------------------------------------------------------------------ modules
 
     def _on_modules(self, unit: LiveUnit) -> None:
-        """Enter and leave at the unit's own module and at every module that owns one of its parameters.
+        """Enter and leave at the unit's own module, and for the root and for gathered units at every module that owns a parameter.
 
-        The latter make methods other than `forward`, and recomputation of a part of a unit, work like a call of the unit.
+        The latter make methods other than `forward`, and recomputation of a part of a unit, work like a call of the unit. Units
+        that are always whole need no such call in backward, and blocks are entered through their `forward`.
         """
-        modules = {id(unit.module): unit.module} | {id(pl.module): pl.module for p in unit.params for pl in p.places}
+        modules = {id(unit.module): unit.module}
+        if unit.sharded or not unit.name:
+            modules |= {id(pl.module): pl.module for p in unit.params for pl in p.places}
         runtime = self.runtime
 
         @_uncompiled
@@ -94,10 +98,13 @@ class Hooks:
             self._keep(module.register_forward_hook(after if own else after_inner, always_call=True))
 
     def _on_leaf(self, unit: LiveUnit, param: Param) -> None:
-        runtime = self.runtime
+        # Weak: Python cannot see a cycle that goes through a leaf's hooks, and would never free a model that was not closed.
+        runtime, its_unit, its_param = ref(self.runtime), ref(unit), ref(param)
 
         def arrived(leaf: Tensor) -> None:
-            runtime.arrived(unit, param)
+            live, where, which = runtime(), its_unit(), its_param()
+            if live is not None and where is not None and which is not None:
+                live.arrived(where, which)
 
         self._keep(param.leaf.register_post_accumulate_grad_hook(arrived))
 
