@@ -123,15 +123,21 @@ def test_waits_on_a_device_are_given_up_too() -> None:
     )
 
 
-def test_a_failing_process_tells_its_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_process_tells_its_transports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Listener:
         rank = 4
 
         def __init__(self) -> None:
             self.texts: list[str] = []
+            self.known: str | None = None
 
         def report(self, text: str) -> None:
             self.texts.append(text)
+
+        def cause(self) -> str | None:
+            return self.known
 
     shown: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args[1]))
@@ -142,9 +148,14 @@ def test_a_failing_process_tells_its_transports(monkeypatch: pytest.MonkeyPatch)
     sys.excepthook(ValueError, error, None)
     assert listener.texts == ["rank 4 failed: ValueError: no rows"]
     assert shown == [error]
+    assert capsys.readouterr().err == ""
+    listener.known = "rank 1 (pid 7) died"
+    sys.excepthook(RuntimeError, RuntimeError("Connection closed by peer"), None)
+    assert listener.texts[1:] == ["rank 1 (pid 7) died"], "the peers hear of the first cause"
+    assert "zeroshard: before this error on rank 4, rank 1 (pid 7) died" in capsys.readouterr().err
     failure.unlisten(listener)
     sys.excepthook(ValueError, error, None)
-    assert len(listener.texts) == 1
+    assert len(listener.texts) == 2
 
 
 def test_an_error_is_described_by_its_first_line() -> None:

@@ -237,6 +237,7 @@ def test_lack_of_memory_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatc
 
     real = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, n: (refuse if n > 1 << 20 else real)(fd, at, n))
+    gc.collect()
     files = open_files()
     found = threads("shm", 2, body, fails=True)
     assert all(isinstance(error, TierError) for error in found)

@@ -19,6 +19,7 @@ from .nccl import NcclTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
 from .transport import Transport
+from .watch import Watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "connect"]
 
 NAMES = ("auto", "local", "shm", "gloo", "nccl")
+
+# By this rank and the ranks of the group: the store of its time, and what its transports share.
+_watches: dict[tuple[int, ...], tuple[Store, Watch]] = {}
 
 
 def connect(
@@ -51,21 +55,18 @@ def connect(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1 and transport in ("auto", "local"):
         return LocalTransport(device)
-    if transport == "local":
-        raise OptionError(
-            f"transport 'local' is for one rank and this group has {size}: use transport='auto'"
-        )
     store = _own_store(group)
+    watch = _shared_watch(group, store)
     chosen = _choose(Rendezvous(store, rank, size, timeout), device, transport, group)
     if chosen == "nccl":
-        return NcclTransport(store, group if group is not None else _world(), device, timeout)
+        return NcclTransport(store, group if group is not None else _world(), device, timeout, watch)
     if chosen == "shm":
         try:
             return ShmTransport(store, rank, size, device, timeout)
         except OptionError:
             if transport != "auto":
                 raise
-    return GlooTransport(store, rank, size, device, timeout)
+    return GlooTransport(store, rank, size, device, timeout, watch)
 
 
 def _world() -> dist.ProcessGroup:
@@ -85,6 +86,17 @@ def _own_store(group: dist.ProcessGroup | None) -> Store:
     return PrefixStore(str(ours.add(f"made/{dist.get_rank()}", 1)), ours)
 
 
+def _shared_watch(group: dist.ProcessGroup | None, store: Store) -> Watch:
+    """What all transports between these ranks share, as long as the group is the same."""
+    rank, base = dist.get_rank(group), _get_default_store()
+    members = (rank, *dist.get_process_group_ranks(group if group is not None else _world()))
+    held = _watches.get(members)
+    if held is None or held[0] is not base:
+        watch = Watch(PrefixStore("watch", store), rank, dist.get_world_size(group))
+        held = _watches[members] = (base, watch)
+    return held[1]
+
+
 def _choose(
     meeting: Rendezvous, device: torch.device, transport: str, group: dist.ProcessGroup | None
 ) -> str:
@@ -99,6 +111,10 @@ def _choose(
     asked = [value["asked"] for value in told]
     if len(set(asked)) > 1:
         raise OptionError(f"ranks ask for different transports: {', '.join(asked)} (in rank order)")
+    if transport == "local":
+        raise OptionError(
+            f"transport 'local' is for one rank and this group has {len(told)}: use transport='auto'"
+        )
     own_gpu = all(value["nccl"] for value in told) and len({str(value["gpu"]) for value in told}) == len(told)
     if transport == "nccl" and not own_gpu:
         raise OptionError(

@@ -5,6 +5,11 @@ of one form, "word i of every peer >= target", and a waiting rank writes down i 
 tell for itself whether another still has to wait, and a deadlock is a fact and not a guess: all ranks wait,
 none of their conditions holds, and that has not changed for `PATIENCE` seconds.
 
+[Note: elsewhere] A peer may be blocked in another transport of the same processes (two models, two
+transports), which this rank sees too, or in a collective of torch, which the peer's own guard writes down
+(`whereabouts`). Either counts as waiting; what torch waits for cannot be checked, so that takes
+`FOREIGN_PATIENCE`.
+
 [Note: order] The data must be visible before the word that announces it. On x86 stores are seen in program
 order. Elsewhere (ARM) two uncontended lock round trips, release before acquire, order what is before against
 what is after; this is only paid there.
@@ -18,7 +23,9 @@ import platform
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -34,14 +41,15 @@ if TYPE_CHECKING:
 
 __all__ = ["EPOCH", "MAIL", "MAX_LANES", "Control", "consumed", "posted"]
 
-EPOCH, MAIL, STATE, WAIT_WORD, WAIT_TARGET, WAIT_COUNT = range(6)
+EPOCH, MAIL, STATE, WAIT_WORD, WAIT_TARGET, WAIT_COUNT, FOREIGN = range(7)
 RUNNING, LEFT, FAILED = range(3)
 _LANES_AT = 8
 MAX_LANES = 16384
 # Untouched pages of an area cost nothing, so it can be roomy.
 _TEXT_AT = 8 * (_LANES_AT + 2 * MAX_LANES)
 _TEXT = 1024
-_NOTE_AT = _TEXT_AT + _TEXT
+_FOREIGN_AT = _TEXT_AT + _TEXT
+_NOTE_AT = _FOREIGN_AT + _TEXT
 _NOTE = 8192
 _MAIL_AT = _NOTE_AT + _NOTE
 _MAIL_HEAD = struct.Struct("qq")
@@ -52,9 +60,11 @@ SPIN = 50e-6
 NAP, LONG_NAP = 20e-6, 200e-6
 HEALTH = 0.2
 PATIENCE = 5.0
+FOREIGN_PATIENCE = 12.0
 
 _LABEL = 400
 _X86 = platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
+_controls: weakref.WeakSet[Control] = weakref.WeakSet()
 _locks = (threading.Lock(), threading.Lock())
 
 
@@ -76,6 +86,16 @@ def order_memory() -> None:
                 pass
 
 
+@dataclass(frozen=True)
+class Blocked:
+    """A wait that still has to last: its identity, its words, and the pids that it waits for."""
+
+    wait: tuple[int, int, int]
+    label: str
+    late: set[int]
+    foreign: bool = False
+
+
 class Control:
     """This rank's control area and its view of the peers'."""
 
@@ -90,6 +110,8 @@ class Control:
         self._peers = [words for other, words in enumerate(self._words) if other != rank]
         self._mine = self._words[rank]
         self._letters = 0
+        self._foreign = 0
+        _controls.add(self)
 
     def _meet(self, meeting: Rendezvous) -> None:
         area = memfd.create(f"control {self.rank}", _BYTES, reserve=False)
@@ -165,9 +187,9 @@ class Control:
         self._mine[WAIT_WORD] = 0
 
     def _trouble(self, word: int, target: int, what: str, waited: float) -> str | None:
-        for other, words in enumerate(self._words):
-            if other != self.rank and words[STATE] == FAILED:
-                return self._read_text(other, _NOTE_AT)
+        told = self.note()
+        if told is not None:
+            return told
         late = [r for r in range(self.size) if r != self.rank and self._words[r][word] < target]
         for other in late:
             who = f"rank {other} (pid {self.pids[other]})"
@@ -182,23 +204,52 @@ class Control:
             )
         return None
 
+    def note(self) -> str | None:
+        """Why a peer failed, if one has said so."""
+        for other, words in enumerate(self._words):
+            if other != self.rank and words[STATE] == FAILED:
+                return self._read_text(other, _NOTE_AT)
+        return None
+
+    def cause(self) -> str | None:
+        """Why a peer failed, or that one has died."""
+        dead = [r for r in range(self.size) if r != self.rank and not self._alive(r)]
+        return self.note() or (f"rank {dead[0]} (pid {self.pids[dead[0]]}) died" if dead else None)
+
     def _alive(self, rank: int) -> bool:
         state, birth = _process_state(self.pids[rank])
         return state not in ("", "Z", "X") and birth == self._births[rank]
 
-    def blocked(self, rank: int) -> tuple[int, int, int] | None:
-        """What a rank waits for, as (count of its waits, word, target), if it does and still has to."""
+    def blocked(self, rank: int) -> Blocked | None:
+        """What a rank waits for here, if it does and still has to."""
         words = self._words[rank]
         count, word, target = words[WAIT_COUNT], words[WAIT_WORD] - 1, words[WAIT_TARGET]
-        if word < 0:
+        late = [r for r, peer in enumerate(self._words) if word >= 0 and r != rank and peer[word] < target]
+        if not late:
             return None
-        if all(peer[word] >= target for other, peer in enumerate(self._words) if other != rank):
-            return None
-        return count, word, target
+        return Blocked((count, word, target), self._read_text(rank, _TEXT_AT), {self.pids[r] for r in late})
 
-    def waits(self) -> list[str]:
-        """What every rank says it waits for."""
-        return [self._read_text(rank, _TEXT_AT) for rank in range(self.size)]
+    def blocked_anywhere(self, rank: int) -> Blocked | None:
+        """What a rank waits for, here or elsewhere; see [Note: elsewhere]."""
+        found = self.blocked(rank)
+        # Ranks that are threads of one process cannot be told apart by it.
+        if found is None and len(set(self.pids)) == self.size:
+            others = [other for other in _controls if other is not self and self.pids[rank] in other.pids]
+            seen = [other.blocked(other.pids.index(self.pids[rank])) for other in others]
+            found = next((b for b in seen if b is not None and b.late <= set(self.pids)), None)
+        count = self._words[rank][FOREIGN]
+        if found is None and count > 0:
+            found = Blocked((count, -1, 0), self._read_text(rank, _FOREIGN_AT), set(), foreign=True)
+        return found
+
+    def tell_foreign(self, text: str | None) -> None:
+        """Write down the collective of torch that this rank is in."""
+        if text is None:
+            self._mine[FOREIGN] = 0
+        elif self._mine[FOREIGN] == 0:
+            self._write_text(_FOREIGN_AT, _TEXT, text)
+            self._foreign += 1
+            self.publish(FOREIGN, self._foreign)
 
     def leave(self, note: str | None = None) -> None:
         """Mark this rank as failed, with the reason, or as gone. The first note stays."""
@@ -267,15 +318,18 @@ class _Stillness:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._seen: list[tuple[int, int, int] | None] = []
+        self._seen: list[Blocked | None] = []
         self._since = 0.0
 
     def trouble(self, now: float) -> str | None:
-        seen = [self._control.blocked(rank) for rank in range(self._control.size)]
-        if None in seen or seen != self._seen:
+        seen = [self._control.blocked_anywhere(rank) for rank in range(self._control.size)]
+        if seen != self._seen:
             self._seen, self._since = seen, now
+        known = [blocked for blocked in seen if blocked is not None]
+        patience = FOREIGN_PATIENCE if any(blocked.foreign for blocked in known) else PATIENCE
+        if len(known) < len(seen) or now - self._since < patience:
             return None
-        return disagreement(self._control.waits()) if now - self._since > PATIENCE else None
+        return disagreement([blocked.label for blocked in known])
 
 
 def _process_state(pid: int) -> tuple[str, str]:

@@ -24,6 +24,8 @@ class Listener(Protocol):
 
     def report(self, text: str) -> None: ...
 
+    def cause(self) -> str | None: ...
+
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _installed = False
@@ -50,7 +52,11 @@ def describe(rank: int, error: BaseException) -> str:
 def _announce(error: BaseException) -> None:
     for listener in list(_listeners):
         try:
-            listener.report(describe(listener.rank, error))
+            cause = None if isinstance(error, RankError) else listener.cause()
+            if cause is not None:
+                # Torch's collectives only say that a connection was closed.
+                print(f"zeroshard: before this error on rank {listener.rank}, {cause}", file=sys.stderr)
+            listener.report(cause or describe(listener.rank, error))
         except Exception:  # a note that cannot be left must not hide the failure itself
             continue
 

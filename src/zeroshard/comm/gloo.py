@@ -23,7 +23,7 @@ from . import bounce, failure
 from .link import Job, Link
 from .sums import sum_pieces
 from .transport import Cuts, Region, Transport, Work, fold, slices
-from .watch import disagreement
+from .watch import Watch, disagreement
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -49,9 +49,10 @@ class GlooTransport(Transport):
         size: int,
         device: torch.device | None = None,
         timeout: float = 600.0,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
-        self._link = Link(store, rank, size, timeout)
+        self._link = Link(store, rank, size, timeout, watch)
         self._link.tag("mail", 0)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._lanes_used = 0
@@ -260,6 +261,9 @@ class GlooTransport(Transport):
 
     def report(self, text: str) -> None:
         self._link.report(text)
+
+    def cause(self) -> str | None:
+        return self._link.note()
 
     def close(self) -> None:
         failure.unlisten(self)

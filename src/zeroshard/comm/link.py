@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +25,8 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from zeroshard.errors import RankError
 
 from .rendezvous import Rendezvous
-from .watch import LONG, Watch
+from .watch import LONG, Watch, look_after
+from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -62,7 +62,9 @@ class Job:
 class Link:
     """Connections to all peers. A lane is a sequence of operations that all ranks start in the same order."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, watch: Watch | None = None
+    ) -> None:
         self.rank = rank
         self.timeout = timeout
         told = Rendezvous(store, rank, size, timeout).share("who", [os.getpid(), socket.gethostname()])
@@ -71,8 +73,9 @@ class Link:
         # Far beyond our own timeout: gloo's would break the connection without a word about the cause.
         gloo: Any = ProcessGroupGloo(store, rank, size, timedelta(seconds=10 * timeout + 3600))
         self._gloo = gloo
-        self._watch = Watch(store, rank, size)
-        self._started: dict[str, int] = {}
+        self._watch = watch if watch is not None else Watch(store, rank, size)
+        self._number = self._watch.join()
+        self._whereabouts = Whereabouts()
         self._tags: dict[str, int] = {}
         self._waiting: tuple[Job, float] | None = None
         self._verdict: str | None = None
@@ -86,10 +89,7 @@ class Link:
         peers = [peer for peer in range(size) if peer != rank]
         self._notes = {peer: torch.zeros(_NOTE, dtype=torch.uint8) for peer in peers}
         self._note_works = [gloo.recv([note], peer, _NOTE_TAG) for peer, note in self._notes.items()]
-        guard = threading.Thread(
-            target=_guard, args=(weakref.ref(self), self._closed), name="zeroshard link", daemon=True
-        )
-        guard.start()
+        look_after(self, self._closed, _LOOK)
 
     def tag(self, lane: str, number: int) -> None:
         """Give a lane its tag: the same number on every rank, and no other lane's."""
@@ -97,9 +97,9 @@ class Link:
 
     def start(self, label: str, lane: str, receives: Messages, sends: Messages) -> tuple[Job, Job]:
         """Start one turn of a lane: its receives and its sends."""
-        turn = self._started[lane] = self._started.get(lane, 0) + 1
-        tag = self._tags[lane]
-        got, sent = Job(label, lane, turn, []), Job(label, lane, turn, [])
+        tag, name = self._tags[lane], f"{self._number} {lane}"
+        turn = self._watch.started[name] = self._watch.started.get(name, 0) + 1
+        got, sent = Job(label, name, turn, []), Job(label, name, turn, [])
         try:
             for peer, tensor in receives:
                 got.works.append((peer, self._gloo.recv([tensor], peer, tag)))
@@ -159,8 +159,10 @@ class Link:
 
     def _look_elsewhere(self) -> None:
         label = self._overdue()
+        foreign = None if label is not None else self._whereabouts.collective(LONG)
         if label is None:
-            self._watched(None)
+            # The peers that wait for this rank end the run: here, torch notices that they are gone.
+            self._watched(None if foreign is None else Job(foreign, "", 0, []))
             return
         trouble = self._lost(label) or self._watched(Job(label, "", 0, []))
         if trouble is not None:
@@ -170,9 +172,9 @@ class Link:
     def _watched(self, job: Job | None) -> str | None:
         try:
             if job is None:
-                self._watch.over()
+                self._watch.over(self)
                 return None
-            return self._watch.waiting(job.label, job.lane, job.turn, self._started)
+            return self._watch.waiting(self, job.label, job.lane, job.turn)
         except RuntimeError:
             # The store has gone with its rank. Then so has the connection to it, which gloo notices.
             return None
@@ -243,12 +245,3 @@ class Link:
     def close(self) -> None:
         """Let go of the connections."""
         self._closed.set()
-
-
-def _guard(link: weakref.ref[Link], closed: threading.Event) -> None:
-    while not closed.wait(_LOOK):
-        held = link()
-        if held is None:
-            return
-        held.look()
-        del held

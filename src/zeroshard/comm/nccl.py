@@ -24,7 +24,7 @@ import torch.distributed as dist
 from . import failure
 from .gloo import GlooTransport
 from .transport import Cuts, Region, Transport, Work, slices
-from .watch import LONG
+from .watch import LONG, Watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -47,11 +47,16 @@ class NcclTransport(Transport):
     name = "nccl"
 
     def __init__(
-        self, store: Store, group: dist.ProcessGroup, device: torch.device, timeout: float = 600.0
+        self,
+        store: Store,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float = 600.0,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self._group = group
-        self._side = GlooTransport(store, self.rank, self.size, torch.device("cpu"), timeout)
+        self._side = GlooTransport(store, self.rank, self.size, torch.device("cpu"), timeout, watch)
         self._stream = torch.cuda.Stream(device)
         self._stages: dict[torch.dtype, torch.Tensor] = {}
         self._open = _Open()
@@ -212,6 +217,9 @@ class NcclTransport(Transport):
 
     def report(self, text: str) -> None:
         self._side.report(text)
+
+    def cause(self) -> str | None:
+        return self._side.cause()
 
     def close(self) -> None:
         failure.unlisten(self)

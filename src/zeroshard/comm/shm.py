@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -26,6 +27,8 @@ from . import bounce, failure, memfd
 from .control import EPOCH, MAX_LANES, Control, consumed, posted
 from .sums import sum_pieces
 from .transport import Cuts, Region, Transport, Work, fold
+from .watch import LONG, look_after
+from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -51,12 +54,14 @@ class ShmTransport(Transport):
         self._control.progress = self._progress
         self._reduces: list[_Reduce] = []
         self._gathers: list[_Gather] = []
+        self._whereabouts = Whereabouts()
         self._epoch = 0
         self._lanes_used = 0
         self._lanes_free: list[int] = []
         self._bounces: dict[int, Region] = {}
-        self._closed = False
+        self._closed = threading.Event()
         failure.listen(self)
+        look_after(self, self._closed, 1.0)
 
     # Regions
 
@@ -213,10 +218,17 @@ class ShmTransport(Transport):
     def report(self, text: str) -> None:
         self._control.leave(text)
 
+    def look(self) -> None:
+        """What the guard does: let waiting peers know if this rank is in a collective of torch."""
+        self._control.tell_foreign(self._whereabouts.collective(LONG))
+
+    def cause(self) -> str | None:
+        return self._control.cause()
+
     def close(self) -> None:
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
         failure.unlisten(self)
         self._control.leave()
         self._reduces.clear()

@@ -170,6 +170,10 @@ class Transport(ABC):
     def report(self, text: str) -> None:
         """Leave a note that this rank failed, for peers that wait for it."""
 
+    def cause(self) -> str | None:
+        """Why a peer failed, if that is known."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. May be called again."""

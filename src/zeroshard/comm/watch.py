@@ -10,14 +10,16 @@ data was started on both sides, and is never taken for a mismatch.
 from __future__ import annotations
 
 import json
+import threading
 import time
+import weakref
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["LONG", "PATIENCE", "Entry", "Watch", "disagreement"]
+__all__ = ["LONG", "PATIENCE", "Entry", "Watch", "disagreement", "look_after"]
 
 LONG = 5.0
 PATIENCE = 8.0
@@ -36,36 +38,50 @@ class Entry:
 
 
 class Watch:
-    """One rank's entry in the store, and its reading of the others'."""
+    """One rank's entry in the store, and its reading of the others'.
+
+    All transports between the same ranks share one, so that ranks which wait in different transports are
+    found out too. `started` counts the turns of all lanes; a lane's name begins with its transport's number.
+    """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
+        self.started: dict[str, int] = {}
+        self._members = 0
+        self._lock = threading.Lock()
         self._count = 0
-        self._written = False
+        self._writer: object = None
         self._looked = 0.0
         self._seen: list[Entry] = []
         self._since = 0.0
 
-    def waiting(self, label: str, lane: str, turn: int, started: dict[str, int]) -> str | None:
+    def join(self) -> int:
+        """The number of a transport that joins; all ranks let them join in the same order."""
+        self._members += 1
+        return self._members
+
+    def waiting(self, writer: object, label: str, lane: str = "", turn: int = 0) -> str | None:
         """Call from time to time in a long wait: the text of a mismatch, if this is one."""
         now = time.monotonic()
-        if self._written and now - self._looked < _LOOK:
-            return None
-        self._looked = now
-        if not self._written:
-            self._written = True
-            self._count += 1
-            self._write(Entry(self._count, label, lane, turn, started))
-        return self._verdict(now)
+        with self._lock:
+            if self._writer is None:
+                self._writer = writer
+                self._count += 1
+                self._write(Entry(self._count, label, lane, turn, dict(self.started)))
+            elif self._writer is not writer or now - self._looked < _LOOK:
+                return None
+            self._looked = now
+            return self._verdict(now)
 
-    def over(self) -> None:
-        """The wait has ended."""
-        if self._written:
-            self._written = False
-            self._seen = []
-            self._write(None)
+    def over(self, writer: object) -> None:
+        """The wait of this writer has ended."""
+        with self._lock:
+            if self._writer is writer:
+                self._writer = None
+                self._seen = []
+                self._write(None)
 
     def _verdict(self, now: float) -> str | None:
         entries = [self._read(rank) for rank in range(self._size)]
@@ -106,3 +122,24 @@ def disagreement(labels: list[str]) -> str:
         f"ranks wait for different things and none can go on: {listed}. Every rank must run the same "
         "program; check branches, loop lengths and early exits that depend on the rank."
     )
+
+
+class Looker(Protocol):
+    def look(self) -> None: ...
+
+
+def look_after(looker: Looker, closed: threading.Event, every: float) -> None:
+    """Call `looker.look()` from a thread of its own as long as it lives and is not closed."""
+    thread = threading.Thread(
+        target=_look_after, args=(weakref.ref(looker), closed, every), name="zeroshard guard", daemon=True
+    )
+    thread.start()
+
+
+def _look_after(looker: weakref.ref[Looker], closed: threading.Event, every: float) -> None:
+    while not closed.wait(every):
+        held = looker()
+        if held is None:
+            return
+        held.look()
+        del held

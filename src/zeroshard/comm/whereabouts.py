@@ -1,0 +1,60 @@
+"""Where this rank is while a peer waits for it: inside a collective of `torch.distributed`, perhaps.
+
+A user's own all-reduce, or clipping by a norm over DTensors, blocks inside torch, where our waits cannot see
+it. If one rank is there and all others wait for it in ours, the run would hang until a timeout. The frames of
+the rank's thread show it, so the guard thread of a transport looks at them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+__all__ = ["Whereabouts"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = tuple(
+    f"{_TORCH}/distributed/{name}" for name in ("distributed_c10d.py", "_functional_collectives.py")
+)
+
+
+class Whereabouts:
+    """Looks at the thread that made it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._place: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def collective(self, longer_than: float) -> str | None:
+        """The collective of torch that the thread has been in for so many seconds, and who called it."""
+        frame = sys._current_frames().get(self._thread)
+        outermost = _outermost(frame)
+        place = (id(frame), frame.f_lasti) if frame is not None and outermost is not None else None
+        now = time.monotonic()
+        if place != self._place:
+            self._place, self._since = place, now
+        if outermost is None or now - self._since < longer_than:
+            return None
+        return f"torch.distributed.{outermost.f_code.co_name}{_caller(outermost)}"
+
+
+def _outermost(frame: FrameType | None) -> FrameType | None:
+    """The first call into a collective on the way to `frame`."""
+    found = None
+    while frame is not None:
+        if frame.f_code.co_filename in _COLLECTIVES:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _caller(frame: FrameType | None) -> str:
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return "" if frame is None else f" (called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
