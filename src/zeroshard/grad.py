@@ -45,7 +45,9 @@ class Bucket:
         self.transport, self.device = transport, device
         self.wire_dtype, self.dtype = dtypes
         self.waiting = len(self.params)
-        self._targets = [self._target(i) for i in range(len(self.params))]
+        self._targets = self._make_targets()
+        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter takes its gradient.
+        self._equal = [views[0] for views in self._targets] if all(len(views) == 1 for views in self._targets) else None
         self._flags = [self._flag_view(rank) for rank in range(pack.world)]
         self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
         self.landed: Tensor | None = None
@@ -57,15 +59,19 @@ class Bucket:
     def label(self) -> str:
         return f"gradients {self.index} ({self.params[0].name} … {self.params[-1].name})"
 
-    def _target(self, index: int) -> list[Tensor]:
-        """Where parameter `index` goes in the wire: one strided view if all ranks have equal shares, else one view per rank."""
-        slot, starts = self.pack.slots[index], self.pack.starts
-        offsets = [start + self.pack.offsets(rank)[index] for rank, start in enumerate(starts)]
-        held = [slot.held(rank) for rank in range(self.pack.world)]
-        steps = {b - a for a, b in zip(offsets, offsets[1:], strict=False)}
-        if slot.split == "rows" and len(set(held)) == 1 and len(steps) == 1:
-            return [self.wire.mine.as_strided((self.pack.world, held[0]), (steps.pop(), 1), offsets[0])]
-        return [self.wire.mine[at : at + n] for at, n in zip(offsets, held, strict=True)]
+    def _make_targets(self) -> list[list[Tensor]]:
+        """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one view per rank."""
+        world, result = self.pack.world, []
+        offsets = [[start + at for at in self.pack.offsets(rank)] for rank, start in enumerate(self.pack.starts)]
+        for index, slot in enumerate(self.pack.slots):
+            at = [offsets[rank][index] for rank in range(world)]
+            held = [slot.held(rank) for rank in range(world)]
+            steps = {after - before for before, after in zip(at, at[1:], strict=False)}
+            if slot.split == "rows" and len(set(held)) == 1 and len(steps) == 1:
+                result.append([self.wire.mine.as_strided((world, held[0]), (steps.pop(), 1), at[0])])
+            else:
+                result.append([self.wire.mine[start : start + n] for start, n in zip(at, held, strict=True)])
+        return result
 
     def _flag_view(self, rank: int) -> Tensor:
         at = self.pack.starts[rank] + self.pack.body(rank)
@@ -81,21 +87,29 @@ class Bucket:
     def fill(self) -> None:
         """Copy the gradients of the leaves into the wire and let them go."""
         self.transport.fill(self.wire)
+        leaves = [param.leaf for param in self.params]
+        grads = [leaf.grad for leaf in leaves]
+        self.used = [grad is not None for grad in grads]
+        everything = all(self.used)
+        flags = self._ones if everything else torch.tensor(self.used, dtype=self.wire_dtype, device=self._ones.device)
+        if everything and self._equal is not None and all(grad.is_contiguous() for grad in grads):  # type: ignore[union-attr]
+            into, out_of = self._equal, [grad.view(self.pack.world, -1) for grad in grads]  # type: ignore[union-attr]
+        else:
+            into, out_of = self._uneven_pairs(grads)
+        torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
+        for leaf in leaves:
+            leaf.grad = None
+
+    def _uneven_pairs(self, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         into: list[Tensor] = []
         out_of: list[Tensor] = []
-        used = []
-        for index, param in enumerate(self.params):
-            grad = param.leaf.grad
-            used.append(grad is not None)
+        for index, grad in enumerate(grads):
             if grad is None:
                 torch._foreach_zero_(self._targets[index])
-                continue
-            into += self._targets[index]
-            out_of += self._sources(index, grad.to_dense() if grad.is_sparse else grad)
-            param.leaf.grad = None
-        flags = self._ones if all(used) else torch.tensor(used, dtype=self.wire_dtype, device=self._ones.device)
-        torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
-        self.used = used
+            else:
+                into += self._targets[index]
+                out_of += self._sources(index, grad.to_dense() if grad.is_sparse else grad)
+        return into, out_of
 
     def reduce(self) -> Work:
         assert self.landed is not None

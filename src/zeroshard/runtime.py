@@ -46,17 +46,22 @@ class LiveUnit:
         self.trainable = sum(p.trainable for p in self.params)
         self.expected = self.trainable  # gradients that have yet to arrive in this backward
         self.sharded = any(not b.resident for b in self.bundles)
+        self._seats = [(place.module._parameters, place.attribute, p.leaf, p.home) for p in self.params for place in p.places]
         self.parts: list[Part] = []  # updates on the host that its weights wait for
 
-    def stand_leaves(self) -> None:
+    def follow_homes(self) -> None:
+        """`requires_grad` is the user's to change, on the homes."""
         for param in self.params:
             if param.leaf.requires_grad is not param.home.requires_grad:
                 param.leaf.requires_grad_(param.home.requires_grad)
-            param.stand(param.leaf)
+
+    def stand_leaves(self) -> None:
+        for seats, attribute, leaf, _ in self._seats:
+            seats[attribute] = leaf
 
     def stand_homes(self) -> None:
-        for param in self.params:
-            param.stand(param.home)
+        for seats, attribute, _, home in self._seats:
+            seats[attribute] = home
 
     def release(self) -> None:
         for bundle in self.bundles:
@@ -105,6 +110,7 @@ class Runtime:
             self._bring(unit)
             self._active += 1
             if self._task is None:
+                unit.follow_homes()
                 unit.stand_leaves()
                 self._trace.append(unit)
         unit.depth += 1
