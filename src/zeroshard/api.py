@@ -234,7 +234,8 @@ class Run:
             grads = sum(p.home.grad.nbytes for p in runtime.params if p.home.grad is not None)
             live["gradients"] += grads
             peak["gradients"] = max(peak["gradients"], grads)
-        return Stats(runtime.steps, counters.sent, counters.received, counters.waited, live, peak, self._data_parallel_bytes(state))
+        return Stats(runtime.steps, counters.sent, counters.received, counters.waited, live, peak, self._data_parallel_bytes(state),
+                     runtime.norm, runtime.update_counts())  # fmt: skip
 
     def _data_parallel_bytes(self, state: int) -> int:
         """What every rank would hold without sharding. The optimizer's state is scaled up from the rows that are here."""

@@ -71,6 +71,8 @@ class Part:
 
     def __post_init__(self) -> None:
         self.done.set()
+        ends = [at for at, _ in self.spans[1:]] + [self.numel]
+        self.gaps = [(at + n, end) for (at, n), end in zip(self.spans, ends, strict=True) if at + n < end]  # padding
         self.steps = [0] * len(self.params)  # updates that each parameter has had
         self._shares: dict[tuple[int, int], AdamRows | SgdRows] = {}
         self.shown_steps: list[Tensor] = []  # the same, as `optimizer.state` shows it
@@ -146,10 +148,12 @@ class HostUpdates:
         self.clip_norm, self.undo = clip_norm, undo
         self.norm = 0.0
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
-        # 8-bit moments cannot be taken back to their exact codes, so they wait for the norm.
-        coded = any(isinstance(p.state, AdamRows) and p.state.scales is not None for p in self.parts)
-        self._reversible = not (coded and math.isfinite(clip_norm))
-        self._early = self._reversible  # [Note: clipping without waiting]
+        # 8-bit moments cannot be taken back to their exact codes, nor AMSGrad's maximum to the one before, so they wait for the norm.
+        adams = [p.state for p in self.parts if isinstance(p.state, AdamRows)]
+        lossy = any(state.scales is not None or state.max_exp_avg_sq is not None for state in adams)
+        self._reversible = not (lossy and math.isfinite(clip_norm))
+        # [Note: clipping without waiting]. Nothing is known of the first norm, and it often is the largest.
+        self._early = not math.isfinite(clip_norm)
         self._failure: tuple[str, BaseException] | None = None
         self._due: list[_Job] = []
         self._changed = threading.Condition()
@@ -183,6 +187,8 @@ class HostUpdates:
     @torch.no_grad()
     def _square_sum(self, part: Part, flat: Tensor) -> Tensor:
         if all(part.counted):
+            if part.gaps:  # buckets share wires from stage 2 on: here may be what another one left
+                torch._foreach_zero_([flat[start:stop] for start, stop in part.gaps])
             whole: Tensor = torch.linalg.vector_norm(flat[: part.numel], dtype=torch.float32)
             return whole.square()
         rows = [flat[at : at + n] for (at, n), counts in zip(part.spans, part.counted, strict=True) if counts]
@@ -424,6 +430,9 @@ def _take_back_adam(state: AdamRows, w: Tensor, g: Tensor, step: AdamStep, rows:
     else:
         before = before / n.decay
     w[rows] = before.to(w.dtype)
+    if n.step == 1:  # exactly, where the difference of two large numbers would leave a rest
+        state.exp_avg[rows] = state.exp_avg_sq[rows] = 0.0
+        return
     state.exp_avg[rows] = ((m - n.lerp * g) / (1.0 - n.lerp)).float()
     state.exp_avg_sq[rows] = ((v - n.gain2 * g * g) / n.beta2).clamp_(min=0.0).float()
 

@@ -392,6 +392,10 @@ class Runtime:
         for part in parts:
             unit_of[id(part.params[0])].parts.append(part)
 
+    def update_counts(self) -> dict[str, int]:
+        """Steps by how the host's updates ran."""
+        return dict(self._host_updates.counts) if self._host_updates is not None else {}
+
     def settle_host(self) -> None:
         """Wait until the host has done all it was asked to."""
         if self._host_updates is not None:
@@ -401,8 +405,10 @@ class Runtime:
         """End the threads, after what they have begun."""
         self.closed = True
         if self._host_updates is not None:
-            self._host_updates.drain()
-            self._host_updates.close()
+            try:
+                self._host_updates.drain()
+            finally:
+                self._host_updates.close()
 
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units
