@@ -40,22 +40,12 @@ class Faces:
             return local
         placement: Placement = Replicate() if slot.split == "copy" else Shard(0)
         stride = torch.empty(slot.shape, device="meta").stride()
-        return DTensor.from_local(_alone(local), self.mesh, [placement], run_check=False, shape=torch.Size(slot.shape), stride=stride)
+        return DTensor.from_local(_apart(local), self.mesh, [placement], run_check=False, shape=torch.Size(slot.shape), stride=stride)
 
     @staticmethod
     def local(seen: Tensor) -> Tensor:
         """The plain tensor inside what the user sees."""
         return seen._local_tensor if isinstance(seen, DTensor) else seen
-
-
-def _alone(view: Tensor) -> Tensor:
-    """The same memory as a storage of its own. `copy.deepcopy` and `torch.save` of a DTensor mistake a view at an offset: the one
-    fails, the other writes the whole buffer."""
-    if view.storage_offset() == 0 and view.untyped_storage().nbytes() == view.nbytes:
-        return view
-    at = int(view.storage_offset()) * view.element_size()
-    part = view.untyped_storage()[at : at + view.nbytes]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(part, 0, view.size(), view.stride())
 
 
 def mesh_over(group: Any, device: torch.device) -> DeviceMesh:
@@ -109,7 +99,7 @@ def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Par
             original = _rebind(original, local)
         home = original
     else:
-        home = nn.Parameter(faces.show(_apart(local), slot), requires_grad=original.requires_grad)
+        home = nn.Parameter(faces.show(local, slot), requires_grad=original.requires_grad)
     if home.is_floating_point():
         home.grad_dtype = None  # a 16-bit gradient of an fp32 master is what mixed precision keeps
     return home
