@@ -1,0 +1,60 @@
+"""Ranks as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .processes import Outcome, RankFailure, summary
+
+__all__ = ["run_threads"]
+
+
+def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """`function(*args)` on `size` threads of this process, each a rank of one group; results in rank order.
+
+    Cheap for many ranks, and a debugger sees them all. CPU only. Threads share torch's random numbers: draw
+    from generators of your own.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    outcomes: list[Outcome | None] = [None] * size
+    store = dist.HashStore()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    threaded._install_threaded_pg()
+    try:
+        body = partial(_thread, threaded.ProcessLocalGroup, store, outcomes, partial(function, *args))
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+    told = [o.trace if o else "no answer in time" for o in outcomes]
+    failed = [f"--- rank {rank}\n{text}" for rank, text in enumerate(told) if text]
+    if failed:
+        raise RankFailure(summary(function, failed, size))
+    return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+def _thread(
+    group: Any, store: dist.Store, outcomes: list[Outcome | None], call: Callable[[], Any], rank: int
+) -> None:
+    size = len(outcomes)
+    try:
+        dist.init_process_group("threaded", store=store, rank=rank, world_size=size)
+        outcomes[rank] = Outcome(call())
+        dist.destroy_process_group()
+    except BaseException as error:
+        outcomes[rank] = Outcome.of(error)
+        group.exception_handle(error)  # wakes the ranks that wait for this one
