@@ -89,7 +89,7 @@ def test_a_rank_that_closed_its_transport_is_named() -> None:
             transport.barrier("after the step")
 
     found = threads("shm", 2, body, fails=True)
-    assert "closed its transport while rank 0 waited for barrier 'after the step'" in str(found[0])
+    assert "had ended or closed its run when rank 0 waited for barrier 'after the step'" in str(found[0])
     assert "rank 1 (pid " in str(found[0])
 
 
@@ -139,6 +139,9 @@ def test_a_failing_process_tells_its_transports(
         def cause(self) -> str | None:
             return self.known
 
+        def close(self) -> None:
+            self.texts.append("closed")
+
     shown: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args[1]))
     monkeypatch.setattr(failure, "_installed", False)
@@ -153,6 +156,8 @@ def test_a_failing_process_tells_its_transports(
     sys.excepthook(RuntimeError, RuntimeError("Connection closed by peer"), None)
     assert listener.texts[1:] == ["rank 1 (pid 7) died"], "the peers hear of the first cause"
     assert "zeroshard: before this error on rank 4, rank 1 (pid 7) died" in capsys.readouterr().err
+    failure._close_all()
+    assert listener.texts.pop() == "closed"
     failure.unlisten(listener)
     sys.excepthook(ValueError, error, None)
     assert len(listener.texts) == 2

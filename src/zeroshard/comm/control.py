@@ -116,21 +116,19 @@ class Control:
     def _meet(self, meeting: Rendezvous) -> None:
         area = memfd.create(f"control {self.rank}", _BYTES, reserve=False)
         try:
-            self.pids: list[int] = []
-            self._births: list[str] = []
+            pid, trouble = os.getpid(), None
+            met = meeting.share("control", [pid, area, _process_state(pid)[1]])
+            told = cast("list[tuple[int, int, str]]", met)
+            self.pids = [peer for peer, _, _ in told]
+            self._births = [birth for _, _, birth in told]
             self._held: list[torch.Tensor] = []
-            pid = os.getpid()
-            mine = [pid, area, _process_state(pid)[1]]
-            trouble = None
-            for other, told in enumerate(meeting.share("control", mine)):
-                peer, fd, birth = cast("tuple[int, int, str]", told)
-                self.pids.append(peer)
-                self._births.append(birth)
+            for other, (peer, fd, _) in enumerate(told):
                 try:
                     self._held.append(memfd.open_peer(peer, fd, _BYTES, torch.uint8))
                 except OSError as error:
                     trouble = f"rank {self.rank} cannot open the memory of rank {other} (pid {peer}): {error}"
                     break
+            meeting.cause = self._death
             troubles = [said for said in meeting.share("opened", trouble) if said is not None]
         finally:
             os.close(area)
@@ -194,7 +192,7 @@ class Control:
         for other in late:
             who = f"rank {other} (pid {self.pids[other]})"
             if self._words[other][STATE] == LEFT:
-                return f"{who} closed its transport while rank {self.rank} waited for {what}"
+                return f"{who} had ended or closed its run when rank {self.rank} waited for {what}"
             if not self._alive(other):
                 return f"{who} died while rank {self.rank} waited for {what}"
         if waited > self.timeout:
@@ -213,8 +211,13 @@ class Control:
 
     def cause(self) -> str | None:
         """Why a peer failed, or that one has died."""
+        told = self.note()
+        left = [words[STATE] == LEFT for words in self._words]
+        return told if told is not None or any(left) else self._death()
+
+    def _death(self) -> str | None:
         dead = [r for r in range(self.size) if r != self.rank and not self._alive(r)]
-        return self.note() or (f"rank {dead[0]} (pid {self.pids[dead[0]]}) died" if dead else None)
+        return f"rank {dead[0]} (pid {self.pids[dead[0]]}) died" if dead else None
 
     def _alive(self, rank: int) -> bool:
         state, birth = _process_state(self.pids[rank])

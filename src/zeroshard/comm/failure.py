@@ -2,11 +2,12 @@
 
 Python ends a failing process in two ways that matter here: through `sys.excepthook`, and inside
 `multiprocessing`, which prints the traceback itself but runs its finalizers while the exception is in flight.
-A process killed by a signal says nothing: its peers notice that it is gone.
+A process killed by a signal says nothing: its peers notice that it is gone. One that ends well says that too.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.util
 import sys
@@ -25,6 +26,8 @@ class Listener(Protocol):
     def report(self, text: str) -> None: ...
 
     def cause(self) -> str | None: ...
+
+    def close(self) -> None: ...
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -73,8 +76,15 @@ def _install() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = hook
+    atexit.register(_close_all)
     if multiprocessing.parent_process() is not None:
         multiprocessing.util.Finalize(None, _in_flight, exitpriority=1000)
+
+
+def _close_all() -> None:
+    """A rank that comes to its end has not died, even if it did not close its run."""
+    for listener in list(_listeners):
+        listener.close()
 
 
 def _in_flight() -> None:
@@ -85,3 +95,4 @@ def _in_flight() -> None:
         error = error.__context__
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         _announce(error)
+    _close_all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import RankError
@@ -56,5 +55,4 @@ class Rendezvous:
                 )
             time.sleep(nap)
             nap = min(nap * 2, 10 * _NAP)
-        self.store.set_timeout(timedelta(seconds=max(self.timeout, 1.0)))
         return json.loads(self.store.get(key))

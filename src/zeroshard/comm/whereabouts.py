@@ -41,7 +41,9 @@ class Whereabouts:
             self._place, self._since = place, now
         if outermost is None or now - self._since < longer_than:
             return None
-        return f"torch.distributed.{outermost.f_code.co_name}{_caller(outermost)}"
+        name = outermost.f_code.co_name
+        what = "a collective of torch" if name.startswith("_") else f"torch.distributed.{name}"
+        return what + _caller(outermost)
 
 
 def _outermost(frame: FrameType | None) -> FrameType | None:
