@@ -27,6 +27,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("place",),
     ("runtime",),
     ("build", "hooks", "checkpoint"),
+    ("snapshot", "resume", "keeper"),
     ("launch",),
     ("api",),
     ("__init__",),
@@ -36,7 +37,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: number for number, row in enumerate(LEVELS) for name in row}
 # Rows whose members may use one another, in one direction: a cycle is found all the same.
-BESIDE = {LEVEL["config"], LEVEL["machine"], LEVEL["shard"], LEVEL["testing"]}
+BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "testing")}
 
 NO_TORCH = {"errors", "layout", "memory", "config", "plan", "planner"}
 DISTRIBUTED = {"comm", "shard", "launch", "testing"}
