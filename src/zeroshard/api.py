@@ -258,7 +258,8 @@ class Run:
         for param in runtime.params:
             whole = param.home
             if runtime.faces.mesh is not None:
-                whole = nn.Parameter(runtime.collect(param.read_master(), param.slot), requires_grad=param.trainable)
+                full = runtime.collect(param.read_master(), param.slot).to(param.leaf.device)
+                whole = nn.Parameter(full, requires_grad=param.trainable)
             elif param.remainder is not None:
                 whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
             elif param.local.is_floating_point():
@@ -266,6 +267,8 @@ class Run:
             successors[id(param.home)] = whole
             param.stand(whole)
         for update in runtime.updates:
+            if runtime.host is not None:
+                runtime.host.give_back(update.optimizer)
             give_back(update, successors, runtime.transport, runtime.collect)
         runtime.transport.close()
 

@@ -19,7 +19,7 @@ from .comm import Region, Transport
 from .config import Options, Precision
 from .errors import ModelError, OptionError
 from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
-from .layout import Pack, Slot, Split, buckets, slots_for
+from .layout import ALIGN, Pack, Slot, Split, buckets, slots_for
 from .native import split
 from .param import Bundle, Placement
 from .place import Host
@@ -181,7 +181,8 @@ class Builder:
         return getattr(torch, precision.wire), getattr(torch, precision.landed)
 
     def _buckets(self, dtypes: tuple[torch.dtype, torch.dtype], members: list[list[Param]], first: int) -> list[Bucket]:
-        packs = [Pack(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True) for ps in members]
+        align = self.host.align if self.host is not None else ALIGN
+        packs = [Pack(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True, align=align) for ps in members]
         wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes[0])
         return [Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
                 for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))]  # fmt: skip

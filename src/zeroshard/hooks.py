@@ -153,7 +153,7 @@ class Hooks:
             return loss
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            runtime.forget_unsynced()
+            runtime.forget(optimizer)
             own_zero(set_to_none)
 
         if hasattr(own_step, "_wrapped_by_lr_sched"):
@@ -164,8 +164,19 @@ class Hooks:
             before = optimizer.__dict__.get(name)
             setattr(optimizer, name, MethodType(function, optimizer))
             self._undo.append(partial(_put_back, optimizer, name, before))
-        self._keep(optimizer.register_state_dict_post_hook(lambda _, state: show_state(update, state)))
-        self._keep(optimizer.register_load_state_dict_pre_hook(lambda _, state: take_state(update, state)))
+        def shown(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            if runtime.host is not None:
+                runtime.host.show_decoded(optimizer, state)
+            return show_state(update, state)
+
+        def taken(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            runtime.before_change()
+            return take_state(update, state)
+
+        self._keep(optimizer.register_state_dict_pre_hook(lambda _: runtime.settle_host()))
+        self._keep(optimizer.register_state_dict_post_hook(shown))
+        self._keep(optimizer.register_load_state_dict_pre_hook(taken))
+        self._keep(optimizer.register_load_state_dict_post_hook(runtime.take_loaded))
 
     # ------------------------------------------------------------------ what users must not do, or what needs help
 
@@ -182,7 +193,7 @@ class Hooks:
         own_zero = model.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            runtime.forget_unsynced()
+            runtime.forget()
             own_zero(set_to_none)
 
         for name, function in (("_apply", refuse), ("zero_grad", zero_grad)):
@@ -193,6 +204,7 @@ class Hooks:
             if module is not model and module._parameters:
                 module.__dict__["_apply"] = refuse
                 self._undo.append(partial(_put_back, module, "_apply", None))
+        self._keep(model.register_state_dict_pre_hook(lambda *_: runtime.settle_host()))
         self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
 
@@ -206,6 +218,8 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
 
 def _rows_for_loading(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before `model.load_state_dict`: check every shape, then hand each home what it is made of."""
+    runtime.settle_host()
+    runtime.before_change()
     runtime.transport.fence()
     for param in runtime.params:
         for name in (prefix + param.name,):
@@ -218,6 +232,7 @@ def _rows_for_loading(runtime: Runtime, module: nn.Module, state: dict[str, Any]
                     "model. Nothing was loaded."
                 )
     faces = runtime.faces
+    _load_split(runtime, module, state, prefix)
     if faces.mesh is None:
         return
     for param in runtime.params:
@@ -227,6 +242,21 @@ def _rows_for_loading(runtime: Runtime, module: nn.Module, state: dict[str, Any]
                 start, stop = param.slot.rows(faces.rank)
                 rows = value if param.slot.split == "copy" else value[start:stop]
                 state[prefix + place_name] = faces.show(rows.to(param.local), param.slot)
+
+
+def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """A split master takes what is loaded in full precision; its home, the bf16 half, is then loaded with itself."""
+    for param in runtime.params:
+        if param.remainder is not None:
+            for name in _names_of(runtime, module, param):
+                value = state.get(prefix + name)
+                if isinstance(value, Tensor):
+                    rows = Faces.local(value)
+                    if rows is value and param.slot.split != "copy":
+                        start, stop = param.slot.rows(runtime.faces.rank)
+                        rows = value[start:stop]
+                    param.write_master(rows)
+                    state[prefix + name] = param.home.detach()
 
 
 def _names_of(runtime: Runtime, model: nn.Module, param: Param) -> list[str]:

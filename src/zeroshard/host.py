@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .errors import StateError, TierError
 from .native import AdamRows, AdamStep, SgdRows, SgdStep, Workers, adam_update, join, sgd_update, split
+from .native import moments8
 from .shard import Faces, Param
 from .tier import Copies, Mark, Ring, Stage
 
@@ -83,6 +84,49 @@ class Part:
         if found is None:
             found = self._shares[start, stop] = self.state.rows(start, stop)
         return found
+
+    def shown(self, index: int, moments: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """One parameter's state as torch's optimizer names it. 8-bit moments are shown where they come decoded."""
+        at, n = self.spans[index]
+        found = {"step": self.shown_steps[index]} if isinstance(self.state, AdamRows) else {}
+        flat = moments if moments is not None else {} if self.coded else self._moments()
+        return found | {key: tensor[at : at + n].view(self.params[index].local.shape) for key, tensor in flat.items()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq", "momentum": "momentum_buffer"}
+        found = {shown: getattr(self.state, name, None) for name, shown in names.items()}
+        return {shown: tensor for shown, tensor in found.items() if tensor is not None}
+
+    def decoded(self) -> dict[str, Tensor]:
+        """The moments in fp32, flat; the state's own memory unless they are 8-bit."""
+        if not self.coded:
+            return self._moments()
+        assert isinstance(self.state, AdamRows) and self.state.scales is not None
+        pair = moments8.decode(self.state.exp_avg, self.state.exp_avg_sq, self.state.scales)
+        return dict(zip(("exp_avg", "exp_avg_sq"), (t.reshape(-1) for t in pair), strict=True))
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over what was loaded for each parameter; what is missing was never updated."""
+        flat = {key: torch.zeros_like(tensor) for key, tensor in self.decoded().items()}
+        for index, ((at, n), state) in enumerate(zip(self.spans, states, strict=True)):
+            for key, tensor in flat.items():
+                if isinstance(state.get(key), Tensor):
+                    tensor[at : at + n].copy_(Faces.local(state[key]).reshape(-1))
+            # SGD keeps no count; whether there was a first step is all that it needs.
+            self.steps[index] = int(state.get("step", isinstance(state.get("momentum_buffer"), Tensor)))
+            self.shown_steps[index].fill_(self.steps[index])
+        if self.coded:
+            assert isinstance(self.state, AdamRows) and self.state.scales is not None
+            codes = moments8.encode(flat["exp_avg"], flat["exp_avg_sq"], max(self.steps))
+            for stored, code in zip((self.state.exp_avg, self.state.exp_avg_sq, self.state.scales), codes, strict=True):
+                stored.copy_(code)
+        else:
+            for key, tensor in self._moments().items():
+                tensor.copy_(flat[key])
+
+    @property
+    def coded(self) -> bool:
+        return isinstance(self.state, AdamRows) and self.state.scales is not None
 
     @property
     def splits(self) -> bool:
@@ -149,8 +193,7 @@ class HostUpdates:
         self.norm = 0.0
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
         # 8-bit moments cannot be taken back to their exact codes, nor AMSGrad's maximum to the one before, so they wait for the norm.
-        adams = [p.state for p in self.parts if isinstance(p.state, AdamRows)]
-        lossy = any(state.scales is not None or state.max_exp_avg_sq is not None for state in adams)
+        lossy = any(p.coded or getattr(p.state, "max_exp_avg_sq", None) is not None for p in self.parts)
         self._reversible = not (lossy and math.isfinite(clip_norm))
         # [Note: clipping without waiting]. Nothing is known of the first norm, and it often is the largest.
         self._early = not math.isfinite(clip_norm)
@@ -171,7 +214,8 @@ class HostUpdates:
             return
         if part.flat is not None or part.taken is not None:
             raise StateError(f"a second backward before optimizer.step(): with clip_norm the update of `{part.params[0].name}` and others "
-                             "is under way already. Accumulate inside run.no_sync(), and step after each synchronised backward.")  # fmt: skip
+                             "is under way already. Accumulate inside run.no_sync(), and step after each synchronised backward; a backward "
+                             "whose gradients are not wanted here (a GAN's other half) belongs inside run.no_sync() too.")  # fmt: skip
         part.flat, part.used = flat, used
         if math.isfinite(self.clip_norm):
             part.squares = self._square_sum(part, flat)
@@ -354,7 +398,12 @@ class HostUpdates:
             for shown, count in zip(part.shown_steps, part.steps, strict=True):
                 shown.fill_(count)
             part.flat = part.squares = part.taken = None
-        self._early = self._reversible and (not math.isfinite(self.clip_norm) or self.norm < CLEAR * self.clip_norm)
+        self.resume(norm)
+
+    def resume(self, norm: float) -> None:
+        """Go on after a step whose norm this was."""
+        self.norm = norm
+        self._early = self._reversible and (not math.isfinite(self.clip_norm) or norm < CLEAR * self.clip_norm)
 
     def _check_unchanged(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -375,6 +424,27 @@ class HostUpdates:
             for run in part.taken:
                 take_back(part, part.flat[: part.numel].cpu(), run)
             self._start(part, scale)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward has been that no step has followed."""
+        return any(part.flat is not None or part.taken is not None for part in self.parts)
+
+    def discard(self, parts: Sequence[Part]) -> None:
+        """The gradient of the last backward is not wanted after all: take back what was done with it."""
+        for part in parts:
+            if part.taken is not None:
+                self.wait(part)
+                if part.flat is None:
+                    raise StateError(f"the gradients of `{part.params[0].name}` and others were dropped between backward and optimizer.step(), "
+                                     "and their update has begun, with no room planned to take it back. Run a backward whose gradients are not "
+                                     "wanted inside run.no_sync(), or pass a finite clip_norm and Offload(undo=True).")  # fmt: skip
+                part.ready.wait_on_host()
+                for run in part.taken:
+                    take_back(part, part.flat[: part.numel].cpu(), run)
+                if part.state.master is not None:
+                    part.ready = self.copies.back(part.targets, [part.state.master[at : at + n] for at, n in part.spans])
+            part.flat = part.squares = part.taken = None
 
     # ------------------------------------------------------------------ forward
 

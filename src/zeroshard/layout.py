@@ -17,8 +17,8 @@ ALIGN = 16  # elements: 32 bytes or more, what vector loads and GPU matrix units
 Split = Literal["rows", "whole", "copy"]
 
 
-def aligned(numel: int) -> int:
-    return -(-numel // ALIGN) * ALIGN
+def aligned(numel: int, to: int = ALIGN) -> int:
+    return -(-numel // to) * to
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,25 @@ class Slot:
 
 @dataclass(frozen=True)
 class Pack:
-    """Slots that travel together. `flags` reserves one element per slot behind each piece (see [Note: used flags])."""
+    """Slots that travel together. `flags` reserves one element per slot behind each piece (see [Note: used flags]); `align`: what
+    every slot's place is a multiple of, in elements."""
 
     slots: tuple[Slot, ...]
     world: int
     flags: bool = False
+    align: int = ALIGN
 
     def offsets(self, rank: int) -> list[int]:
         """Where each slot's rows begin inside the piece of `rank`."""
         result, at = [], 0
         for slot in self.slots:
             result.append(at)
-            at += aligned(slot.held(rank))
+            at += aligned(slot.held(rank), self.align)
         return result
 
     def body(self, rank: int) -> int:
         """Elements of the rows in a piece, padding included, flags not."""
-        return sum(aligned(slot.held(rank)) for slot in self.slots)
+        return sum(aligned(slot.held(rank), self.align) for slot in self.slots)
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
@@ -116,12 +118,12 @@ class Pack:
         result, at = [], 0
         for slot in self.slots:
             result.append(at)
-            at += aligned(slot.numel)
+            at += aligned(slot.numel, self.align)
         return tuple(result)
 
     @cached_property
     def full(self) -> int:
-        return sum(aligned(slot.numel) for slot in self.slots)
+        return sum(aligned(slot.numel, self.align) for slot in self.slots)
 
     def cuts_of_pieces(self) -> list[list[tuple[int, int]]]:
         """Per rank, the (offset, numel) of each slot's rows inside that rank's piece; for a gather from pieces."""

@@ -74,7 +74,7 @@ class Bundle:
         self._blank = None if resident else torch.full((), nothing, dtype=self.dtype, device=pool.device)
         self._allocate(ledger)
         self._compute, self._local = self.compute_views(), self.local_views()
-        self.updated_by_host = False  # the host update writes the compute rows itself
+        self.updated_by_host: set[int] = set()  # parameters whose compute rows the host update writes itself
         self._cuts = pack.cuts_of_full() if resident else pack.cuts_of_pieces()
 
     def _allocate(self, ledger: Ledger) -> None:
@@ -132,16 +132,19 @@ class Bundle:
     # ------------------------------------------------------------------ verbs
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Bring this rank's compute rows up to date with its master rows, and the peers' window with the compute rows."""
+    def refresh(self, written: bool = False) -> None:
+        """Bring this rank's compute rows up to date with its master rows, and the peers' window with the compute rows.
+
+        `written`: someone wrote the master rows, so that those which the host updates are out of date too.
+        """
         if self.master is not None:
             if self.rows is not None:
                 self.rows[: self.master.numel()].copy_(self.master)
             else:
                 torch._foreach_copy_(self._compute, self._local)
-        elif self.placement.state == "host" and not self.updated_by_host:
-            for row, local in zip(self._compute, self._local, strict=True):
-                if row is not local:
+        elif self.placement.state == "host":
+            for index, (row, local) in enumerate(zip(self._compute, self._local, strict=True)):
+                if row.data_ptr() != local.data_ptr() and (written or index not in self.updated_by_host):
                     row.copy_(local)
         if self._mirrored:
             assert self.region is not None

@@ -15,13 +15,17 @@ from .config import Offload, Options
 from .errors import OptionError
 from .grad import Sink
 from .host import HostGradients, HostUpdates, Part
-from .layout import Slot, aligned, buckets
+from .layout import ALIGN, Slot, aligned, buckets
 from .native import AdamRows, SgdRows, Workers, allocate, usable_cores
+from .native.abi import BLOCK
 from .param import Bundle
 from .pool import Ledger
 from .shard import Faces, Param
 from .tier import Copies, Ring
 from .units import Tenant
+
+
+FAST = (Adam, AdamW, SGD)  # optimizers that the native kernels run
 
 
 @dataclass
@@ -44,12 +48,15 @@ class Host:
     def __init__(self, options: Options, optimizers: Sequence[Optimizer], rank: int, copies: Copies, ledger: Ledger) -> None:
         assert options.offload is not None
         self.options, self.offload, self.rank, self.copies, self.ledger = options, options.offload, rank, copies, ledger
+        # A parameter that was not used is left out of its part's update, so it must not share a block of 8-bit moments.
+        self.align = BLOCK if options.offload.moments == "int8" else ALIGN
         self.owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
         self.plots: list[Plot] = []
         self.remainders: dict[str, Tensor] = {}  # of split masters, by parameter
         self.parts: list[Part] = []
+        self._optimizer_of: dict[int, Optimizer] = {}  # by id(part)
         self.updates: HostUpdates | None = None
-        _check(self.offload, options)
+        _check(self.offload, options, optimizers)
 
     # ------------------------------------------------------------------ state
 
@@ -69,6 +76,8 @@ class Host:
                 optimizer, group = self.owner[id(tenants[index[names[0]]].parameter)]
                 plot = self._plot(names, [slots[n] for n in names], [compute[index[n]] for n in names], optimizer, group, bundle)
                 for name, (at, n) in zip(names, plot.spans, strict=True):
+                    if plot.state is not None:
+                        bundle.updated_by_host.add(index[name])
                     if plot.master is not None:
                         result[index[name]] = plot.master[at : at + n].view(compute[index[name]].shape)
                     elif plot.state is not None and plot.state.remainder is not None:
@@ -81,12 +90,9 @@ class Host:
         spans, at = [], 0
         for slot in slots:
             spans.append((at, slot.held(self.rank)))
-            at += aligned(slot.held(self.rank))
+            at += aligned(slot.held(self.rank), self.align)
         fast = self.is_fast(optimizer, bundle.master_dtype)
-        splits = fast and self.offload.master == "split"
-        if splits and bundle.dtype != torch.bfloat16:
-            raise OptionError(f"Offload(master=\"split\") needs bf16 compute weights; `{names[0]}` computes in {bundle.dtype}. "
-                              "Pass precision=\"bf16\", or master=\"plain\".")  # fmt: skip
+        splits = fast and self.offload.master == "split" and bundle.dtype == torch.bfloat16  # not what precision.keep names
         state: AdamRows | SgdRows | None = None
         if fast:
             state = self._state(at, optimizer, group, splits)
@@ -94,17 +100,14 @@ class Host:
         else:
             master = allocate(at, [bundle.master_dtype])[0]
         self.ledger.book("host", sum(t.nbytes for t in (vars(state).values() if state is not None else [master]) if t is not None))
-        bundle.updated_by_host = fast
         return Plot(names, spans, at, optimizer, group, state, master, [t.view(-1) for t in targets])
 
     def is_fast(self, optimizer: Optimizer, master: torch.dtype) -> bool:
         """Whether the native kernels run this optimizer, overlapped. It needs `clip_norm`, which promises one step per backward."""
-        precision = self.options.precision
-        scaled = precision is not None and precision.compute == "float16"
-        return self.options.clip_norm is not None and type(optimizer) in (Adam, AdamW, SGD) and master == torch.float32 and not scaled
+        return self.options.clip_norm is not None and type(optimizer) in FAST and master == torch.float32 and not _scaled(self.options)
 
     def _state(self, numel: int, optimizer: Optimizer, group: dict[str, Any], splits: bool) -> AdamRows | SgdRows:
-        if isinstance(optimizer, SGD):
+        if type(optimizer) is SGD:
             dtypes = [torch.int16 if splits else torch.float32] + [torch.float32] * bool(group["momentum"])
             first, *rest = allocate(numel, dtypes)
             return SgdRows(None if splits else first, first if splits else None, rest[0] if rest else None)
@@ -131,6 +134,7 @@ class Host:
                         dtype, counts)  # fmt: skip
             self._show_state(plot, part)
             self.parts.append(part)
+            self._optimizer_of[id(part)] = plot.optimizer
             result[plot.names[0]] = lambda flat, used, part=part: self._accept(part, flat, used)  # type: ignore[misc]
         return result
 
@@ -141,13 +145,40 @@ class Host:
     @staticmethod
     def _show_state(plot: Plot, part: Part) -> None:
         """`optimizer.state` shows the host's tensors themselves, so that state dicts and inspection work as ever."""
-        for param, (at, n) in zip(part.params, plot.spans, strict=True):
-            count = torch.zeros(())
-            part.shown_steps.append(count)
-            names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq", "momentum": "momentum_buffer"}
-            tensors = {shown: getattr(plot.state, field, None) for field, shown in names.items()}
-            state = {key: t[at : at + n].view(param.local.shape) for key, t in tensors.items() if t is not None}
-            plot.optimizer.state[param.home] = state if isinstance(plot.state, SgdRows) else {"step": count, **state}
+        part.shown_steps = [torch.zeros(()) for _ in part.params]
+        for index, param in enumerate(part.params):
+            plot.optimizer.state[param.home] = part.shown(index)
+
+    def parts_of(self, optimizer: Optimizer) -> list[Part]:
+        return [part for part in self.parts if self._optimizer_of[id(part)] is optimizer]
+
+    @torch.no_grad()
+    def take_loaded(self, optimizer: Optimizer) -> None:
+        """After `optimizer.load_state_dict()`: torch has put new tensors and new groups in the optimizer; the host takes them over."""
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for part in self.parts_of(optimizer):
+            part.group = group_of[id(part.params[0].home)]
+            part.load([optimizer.state.get(param.home, {}) for param in part.params])
+            for index, param in enumerate(part.params):
+                optimizer.state[param.home] = part.shown(index)
+
+    def show_decoded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """In `optimizer.state_dict()`: 8-bit moments as fp32."""
+        places = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        for part in self.parts_of(optimizer):
+            if part.coded:
+                moments = part.decoded()
+                state_dict["state"] |= {places[id(p.home)]: part.shown(i, moments) for i, p in enumerate(part.params)}
+
+    def give_back(self, optimizer: Optimizer) -> None:
+        """Leave in `optimizer.state` what torch's own step goes on with: fp32, and nothing for what never had an update."""
+        for part in self.parts_of(optimizer):
+            moments = part.decoded()
+            for index, param in enumerate(part.params):
+                optimizer.state.pop(param.home, None)
+                if part.steps[index]:
+                    optimizer.state[param.home] = {key: value.to(param.leaf.device, copy=True) if value.dim() else value
+                                                   for key, value in part.shown(index, moments).items()}  # fmt: skip
 
     def start(self) -> None:
         """Make the staging ring and the threads, sized by the parts."""
@@ -162,8 +193,30 @@ class Host:
         self.updates = HostUpdates(self.parts, ring, self.copies, Workers(threads), clip, self.offload.undo)
 
 
-def _check(offload: Offload, options: Options) -> None:
-    if options.clip_norm is None and (offload.master == "split" or offload.moments == "int8"):
-        raise OptionError("Offload(master=\"split\") and moments=\"int8\" are done by the overlapped host update, which needs clip_norm= "
-                          "(math.inf to clip nothing).")  # fmt: skip
+def _scaled(options: Options) -> bool:
+    """fp16 gradients are unscaled by GradScaler between backward and step, so nothing can be updated before."""
+    return options.precision is not None and options.precision.compute == "float16"
 
+
+def _check(offload: Offload, options: Options, optimizers: Sequence[Optimizer]) -> None:
+    """Options that could not take effect."""
+    wanted = [word for word, asked in (("master=\"split\"", offload.master == "split"), ("moments=\"int8\"", offload.moments == "int8"))
+              if asked]  # fmt: skip
+    if not wanted:
+        return
+    what, kinds = f"Offload({' and '.join(wanted)})", {type(o) for o in optimizers}
+    if options.clip_norm is None:
+        raise OptionError(f"{what} is done by the overlapped host update, which needs clip_norm= (math.inf to clip nothing).")
+    if _scaled(options):
+        raise OptionError(f"{what} is done by the overlapped host update, which fp16 with its loss scaling rules out: pass "
+                          "precision=\"bf16\".")  # fmt: skip
+    if not kinds & set(FAST):
+        names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no optimizer"
+        raise OptionError(f"{what} is done by the overlapped host update, which knows Adam, AdamW and SGD; this run has {names}.")
+    if offload.moments == "int8" and not kinds & {Adam, AdamW}:
+        raise OptionError("Offload(moments=\"int8\") is for Adam and AdamW, and this run has SGD alone: drop it.")
+    precision = options.precision
+    if offload.master == "split" and (precision is None or (precision.compute, precision.master) != ("bfloat16", "float32")):
+        compute = precision.compute if precision is not None else "the model's own dtype"
+        raise OptionError(f"Offload(master=\"split\") needs bf16 compute weights and an fp32 master; this run computes in {compute}. "
+                          "Pass precision=\"bf16\", or master=\"plain\".")  # fmt: skip

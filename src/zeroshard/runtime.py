@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from .comm import Region, Transport
@@ -85,7 +86,9 @@ class Runtime:
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
         self.steps = 0
         self.closed = False
+        self.reader: Callable[[], None] | None = None  # waits for a background save that still copies what an update changes
         self._stale = True  # homes are newer than what the leaves hold
+        self._rewritten = False  # by someone else than the optimizer
         self._epoch = 0
         self._active = 0  # units entered and not left
         self._keep_full = False
@@ -154,15 +157,18 @@ class Runtime:
             raise StateError("this run is closed; call zs.shard() again to train on.")
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._abandon()
+        if self._task is None:
+            self._refuse_pending()
         self.publish()
 
     def publish(self) -> None:
         """Let the peers have this rank's newest rows, unless they do. Not done by `step`: loops write parameters after it."""
         if self._stale:
-            if self._host_updates is not None and self.transport.size > 1:
+            if self._host_updates is not None and (self.transport.size > 1 or self._rewritten):
                 self._host_updates.drain()  # peers will read this rank's rows
             for bundle in self.bundles:
-                bundle.refresh()
+                bundle.refresh(self._rewritten)
+            self._rewritten = False
             self.transport.open()
             self._epoch += 1
             self._stale = False
@@ -305,6 +311,7 @@ class Runtime:
                              "outside of the block before optimizer.step().")  # fmt: skip
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else _nothing():
             self.transport.fence()  # peers have read the rows that are about to change
+            self.before_change()
             self._settle()
             update.run(step)
         self._stale = True
@@ -342,10 +349,20 @@ class Runtime:
 
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
-        self._stale = True
+        self._stale = self._rewritten = True
 
-    def forget_unsynced(self) -> None:
-        """`zero_grad` also drops what was accumulated without synchronisation."""
+    def before_change(self) -> None:
+        """Masters and moments are about to change: whoever is reading them comes first."""
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            reader()
+
+    def forget(self, optimizer: Optimizer | None = None) -> None:
+        """`zero_grad` also drops what was accumulated without synchronisation, and what is on its way to the host."""
+        if self._host_updates is not None and self._host_updates.pending:
+            assert self.host is not None
+            self._host_updates.discard(self.host.parts if optimizer is None else self.host.parts_of(optimizer))
+            self._settled = not self._host_updates.pending
         if self.unsynced:
             for param in self.params:
                 param.leaf.grad = None
@@ -396,16 +413,30 @@ class Runtime:
         """Steps by how the host's updates ran."""
         return dict(self._host_updates.counts) if self._host_updates is not None else {}
 
+    def take_loaded(self, optimizer: Optimizer) -> None:
+        """After `optimizer.load_state_dict()`."""
+        if self.host is not None:
+            self.settle_host()
+            self.host.take_loaded(optimizer)
+
     def settle_host(self) -> None:
         """Wait until the host has done all it was asked to."""
         if self._host_updates is not None:
+            self._refuse_pending()
             self._host_updates.drain()
+
+    def _refuse_pending(self) -> None:
+        """With early updates, weights and state are neither old nor new between backward and step."""
+        if self._host_updates is not None and self._host_updates.pending:
+            raise StateError("parameters and optimizer state cannot be used between backward and optimizer.step(): with offload and clip_norm "
+                             "their update has begun. Do it after the step, or drop the gradients with zero_grad() first.")  # fmt: skip
 
     def close(self) -> None:
         """End the threads, after what they have begun."""
         self.closed = True
         if self._host_updates is not None:
             try:
+                self._host_updates.discard(self._host_updates.parts)
                 self._host_updates.drain()
             finally:
                 self._host_updates.close()

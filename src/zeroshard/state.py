@@ -74,6 +74,9 @@ def give_back(update: Update, successors: dict[int, nn.Parameter], transport: Tr
             state = _whole(old.get(param.home, {}), param, told, transport, collect)
             if state:
                 update.optimizer.state[successors[id(param.home)]] = state
+    else:
+        held = update.optimizer.state.items()
+        update.optimizer.state = defaultdict(dict, {successors.get(id(home), home): kept for home, kept in held})
     update.adopt(successors)
 
 
@@ -103,7 +106,7 @@ def _whole(state: dict[str, Any], param: Param, told: list[Any], transport: Tran
         mine = state.get(key)
         if what == "rows":
             local = mine if mine is not None else torch.empty(param.slot.local_shape(transport.rank), dtype=dtype)
-            whole[key] = collect(local.to(param.local.device), param.slot)
+            whole[key] = collect(local.to(param.local.device), param.slot).to(param.leaf.device)
         else:
             tensor = mine.clone() if mine is not None else torch.empty(facts[0], dtype=dtype, device=param.local.device)
             transport.broadcast("state", [tensor], source)
