@@ -1,6 +1,7 @@
 """ZeroShard: train models that do not fit. ZeRO on PyTorch, in place, exact where it says exact."""
 
 from .api import Run, shard
+from .checkpoint import latest
 from .config import Offload, Options, Precision
 from .errors import (
     CheckpointError,
@@ -30,5 +31,6 @@ __all__ = [
     "Stats",
     "TierError",
     "ZeroShardError",
+    "latest",
     "shard",
 ]

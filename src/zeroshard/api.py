@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -13,13 +14,17 @@ from torch.optim import Optimizer
 
 from . import agree
 from .build import Builder, Init
+from .checkpoint import Alone, Peers, PendingSave, Saved
 from .comm import Transport, connect
+from .comm.talk import Talk
 from .config import OptionKeys, Options
 from .errors import ModelError, OptionError, StateError
 from .hooks import Hooks
+from .keeper import Keeper
 from .launch.environment import join
 from .runtime import Runtime
 from .shard import Param, mesh_over
+from .snapshot import Company
 from .state import give_back
 from .stats import Stats
 from .step import refuse_unfit
@@ -77,7 +82,11 @@ def shard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
     except BaseException:
         transport.close()
         raise
-    return Run(model, runtime, hooks)
+
+    def meet() -> Peers:
+        return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
+
+    return Run(model, runtime, hooks, Keeper(model, runtime, meet))
 
 
 def _check(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
@@ -138,8 +147,8 @@ def _recomputed(runtime: Runtime, options: Options) -> list[str]:
 class Run:
     """Handle of a sharded model. It has no forward, backward or step: those stay the model's, the loss's and the optimizer's."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, hooks: Hooks) -> None:
-        self.model, self._runtime, self._hooks = model, runtime, hooks
+    def __init__(self, model: nn.Module, runtime: Runtime, hooks: Hooks, keeper: Keeper) -> None:
+        self.model, self._runtime, self._hooks, self._keeper = model, runtime, hooks, keeper
 
     @property
     def rank(self) -> int:
@@ -200,6 +209,7 @@ class Run:
     @torch.no_grad()
     def _write_back(self, params: list[Param], whole: dict[str, nn.Parameter]) -> None:
         runtime = self._open()
+        runtime.before_change()
         runtime.transport.fence()
         for param in params:
             start, stop = param.slot.rows(self.rank)
@@ -221,6 +231,28 @@ class Run:
         runtime = self._open()
         runtime.changed()
         runtime.publish()
+
+    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, schedulers: Sequence[Any] = (),
+             scalers: Sequence[Any] = (), keep: int | None = None, background: bool = False) -> Saved | PendingSave:  # fmt: skip
+        """Save all that training needs to go on, at any number of ranks, stage or tier. Every rank calls it, after a step.
+
+        - `extra`: plain data and tensors of yours, such as the position in the data; rank 0's is stored.
+        - `schedulers`, `scalers`: objects whose `state_dict()` is saved.
+        - `keep`: remove the oldest checkpoints beside this one beyond that many.
+        - `background`: go on training while a thread writes; `wait()` of the result is the finished save. A failed one is logged,
+          and told by the next.
+        """
+        self._open()
+        return self._keeper.save(path, Company(extra, tuple(schedulers), tuple(scalers)), keep, background)
+
+    def load(self, path: str | os.PathLike[str], *, schedulers: Sequence[Any] = (), scalers: Sequence[Any] = (),
+             strict: bool = True) -> dict[str, Any]:  # fmt: skip
+        """Go on from a checkpoint: into the model, its optimizers and what is handed in. Every rank calls it. Returns the `extra`.
+
+        `strict=False` loads what agrees where the model or the optimizer has changed.
+        """
+        self._open()
+        return self._keeper.load(path, Company(None, tuple(schedulers), tuple(scalers)), strict)
 
     def stats(self) -> Stats:
         """Bytes moved and held, seconds waited; see `Stats`."""
@@ -252,6 +284,7 @@ class Run:
         runtime = self._runtime
         if runtime.closed:
             return
+        self._keeper.finish()
         runtime.close()
         self._hooks.remove()
         successors: dict[int, nn.Parameter] = {}

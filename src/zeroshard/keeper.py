@@ -1,0 +1,71 @@
+"""Who saves and loads a run: takes snapshots at the right moments, and keeps training from changing what is still being read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .checkpoint.background import PendingSave, Saver
+from .checkpoint.loading import load
+from .checkpoint.manifest import read_manifest
+from .checkpoint.records import Peers, Saved, Snapshot
+from .errors import CheckpointError, ZeroShardError
+from .resume import adopt, targets_of
+from .runtime import Runtime
+from .snapshot import Company, refuse_untimely, snapshot_of, untimely
+
+Path = str | os.PathLike[str]
+
+
+class Keeper:
+    """The saves and loads of one run. `meet` makes what the ranks talk over; all ranks make it at their first save or load."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime, meet: Callable[[], Peers]) -> None:
+        self.model, self.runtime, self._meet = model, runtime, meet
+        self._made: Saver | None = None
+
+    @property
+    def _saver(self) -> Saver:
+        if self._made is None:
+            self._made = Saver(self._meet())
+        return self._made
+
+    def save(self, path: Path, company: Company, keep: int | None, background: bool) -> Saved | PendingSave:
+        self.finish()  # the ranks talk about one save at a time
+        runtime, saver = self.runtime, self._saver
+        snapshot = snapshot_of(runtime, self.model, company, saver.peers, background)
+        # Forward and backward change no master and no moment, so the copy can be made beside them; host updates begin in backward.
+        lazy = runtime.host is None or not runtime.host.parts
+        pending = saver.save(path, snapshot, keep=keep, background=background, lazy=lazy)
+        if isinstance(pending, PendingSave):
+            runtime.reader = pending.copied
+        return pending
+
+    def load(self, path: Path, company: Company, strict: bool) -> dict[str, Any]:
+        self.finish()
+        runtime, peers = self.runtime, self._saver.peers
+        refuse_untimely("load", peers.exchange(untimely(runtime), "looking at where to load"))
+        try:
+            manifest = read_manifest(os.path.abspath(path))
+        except (CheckpointError, OSError):
+            manifest = None  # `load` says so, on all ranks, and where a good one is
+        targets = targets_of(runtime, self.model, manifest, company, strict)
+        runtime.settle_host()
+        runtime.transport.fence()  # peers have read the rows that are about to change
+        try:
+            loaded = load(path, Snapshot(targets.held), peers, strict)
+        finally:
+            runtime.changed()
+        return adopt(runtime, self.model, targets, loaded, company)
+
+    def finish(self) -> None:
+        """Wait for a background save. How it failed was logged, and the next save tells it."""
+        if self._made is not None and self._made.pending is not None:
+            self.runtime.reader = None
+            try:
+                self._made.pending.wait()
+            except ZeroShardError:
+                return

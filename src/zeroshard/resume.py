@@ -1,0 +1,227 @@
+"""What a checkpoint brings back into a run: the targets of its rows, then the optimizers' counts and numbers, schedulers, randomness.
+
+[Note: into the same tensors] Loading writes into the state tensors that exist. Those of host updates are views of the memory that
+the kernels work on: a replaced tensor would be state that nobody updates. Where a fresh optimizer has none yet, they are made from
+what the checkpoint says, and attached when all of it has been read: a load that fails leaves no half of an optimizer behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint.elements import DTYPE
+from .checkpoint.manifest import Entry, Manifest
+from .checkpoint.records import Held, Loaded
+from .errors import CheckpointError
+from .runtime import Runtime
+from .snapshot import (
+    OWN_KEYS,
+    Company,
+    Seat,
+    buffers_of,
+    parameter_held,
+    restore_random,
+    seats_of,
+    state_held,
+)
+from .step import rows_suffice
+
+# Optimizers whose state means the same.
+ALIKE = {"AdamW": "Adam"}
+
+
+@dataclass
+class Targets:
+    """Where a checkpoint's rows go, and what becomes of the optimizers once they are there."""
+
+    held: list[Held] = field(default_factory=list)
+    fresh: list[tuple[Seat, str, Tensor]] = field(default_factory=list)  # made, and not attached yet
+    stepped: list[Seat] = field(default_factory=list)  # get state
+    empty: list[Seat] = field(default_factory=list)  # had no state when saved
+    groups: list[tuple[dict[str, Any], int, int]] = field(
+        default_factory=list
+    )  # a group, its optimizer and number there
+
+
+def targets_of(
+    runtime: Runtime, model: nn.Module, manifest: Manifest | None, company: Company, strict: bool
+) -> Targets:
+    """Decided from the manifest alone, so that all ranks decide, or raise, alike. None: it cannot be read, which loading tells."""
+    rank = runtime.transport.rank
+    targets = Targets([parameter_held(p, rank) for p in runtime.params])
+    targets.held += [Held.of(name, "buffer", b) for name, b in buffers_of(model).items()]
+    if manifest is None:
+        return targets
+    _check_company(company, manifest)
+    entries: dict[str, dict[str, Entry]] = {}
+    for entry in manifest.entries:
+        if entry.kind.startswith("state:"):
+            entries.setdefault(entry.name, {})[entry.kind] = entry
+    saved = _saved_groups(manifest)
+    types = {name: kind for kind, groups in saved for names in groups for name in names}
+    for seat in seats_of(runtime):
+        mine, was = type(seat.optimizer).__name__, types.get(seat.param.name)
+        if was is not None and ALIKE.get(was, was) != ALIKE.get(mine, mine):
+            if strict:
+                raise CheckpointError(f"`{seat.param.name}` was trained with {was} in this checkpoint and is with {mine} here, whose state "
+                                      "means something else. Pass strict=False to start the optimizer afresh.")  # fmt: skip
+            continue
+        _aim(targets, seat, entries.get(seat.param.name, {}), manifest, rank)
+    _pair_groups(targets, runtime, saved, strict)
+    return targets
+
+
+def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Manifest, rank: int) -> None:
+    """Targets for the state of one parameter."""
+    start = len("state:") + len(seat.prefix)
+    stored = {kind[start:]: entry for kind, entry in entries.items() if kind == seat.kind(kind[start:])}
+    state = seat.state
+    if not stored:
+        if state and ("model", seat.param.name) in manifest.by_slot:
+            targets.empty.append(seat)
+        return
+    targets.stepped.append(seat)
+    for key in [*stored, *(k for k, v in state.items() if k not in stored and isinstance(v, Tensor))]:
+        entry, tensor = stored.get(key), state.get(key)
+        if not isinstance(tensor, Tensor):
+            # Optimizers that need whole tensors see only those that are here; element-wise ones have empty state for the others.
+            if entry is None or not (rows_suffice(seat.optimizer) or seat.param.slot.held(rank)):
+                continue
+            tensor = _blank(seat, key, entry, manifest, rank)
+            targets.fresh.append((seat, key, tensor))
+        targets.held.append(
+            state_held(
+                seat, key, tensor, rank, None if entry is None else entry.shape == seat.param.slot.shape
+            )
+        )
+
+
+def _blank(seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) -> Tensor:
+    """A state tensor as the optimizer would have made it: like the parameter where it was like it, else as it was saved."""
+    param, local = seat.param, seat.param.local
+    shape = param.slot.local_shape(rank) if entry.shape == param.slot.shape else entry.shape
+    home = manifest.by_slot.get(("model", param.name))
+    like = home is not None and home.dtype == entry.dtype and entry.shape == param.slot.shape
+    device = local.device
+    if key == "step" and not (seat.group.get("capturable") or seat.group.get("fused")):
+        device = torch.device("cpu")  # where torch's optimizers keep it
+    return torch.zeros(shape, dtype=local.dtype if like else DTYPE[entry.dtype], device=device)
+
+
+def _saved_groups(manifest: Manifest) -> list[tuple[str, list[list[str]]]]:
+    """The types of the saved optimizers and their groups' parameter names; nothing where the manifest says nonsense."""
+    try:
+        return [
+            (str(o["type"]), [[str(name) for name in group["names"]] for group in o["groups"]])
+            for o in manifest.values["optimizers"]
+        ]
+    except (KeyError, TypeError):
+        return []
+
+
+def _pair_groups(
+    targets: Targets, runtime: Runtime, saved: list[tuple[str, list[list[str]]]], strict: bool
+) -> None:
+    """Groups of the same parameters are the same group, in whatever order they come."""
+    if not saved:
+        return
+    where = {
+        frozenset(names): (o, g) for o, (_, groups) in enumerate(saved) for g, names in enumerate(groups)
+    }
+    known = {id(p.home): p.name for p in runtime.params}
+    for update in runtime.updates:
+        for number, group in enumerate(update.optimizer.param_groups):
+            names = [known[id(p)] for p in group["params"] if id(p) in known]
+            found = where.get(frozenset(names))
+            if found is not None:
+                targets.groups.append((group, *found))
+            elif strict and names:
+                raise CheckpointError(f"group {number} of {type(update.optimizer).__name__} has {len(names)} parameters (first "
+                                      f"`{names[0]}`), and no group of the checkpoint has just these. Build the same parameter groups, or "
+                                      "pass strict=False to keep the hyperparameters of this run.")  # fmt: skip
+
+
+def adopt(
+    runtime: Runtime, model: nn.Module, targets: Targets, loaded: Loaded, company: Company
+) -> dict[str, Any]:
+    """After the rows: optimizers, schedulers, scalers and randomness. Returns the user's extra data."""
+    values = loaded.values
+    try:
+        _adopt_state(targets, values.get("plain_state", {}))
+        for group, o, g in targets.groups:
+            _set_options(group, values["optimizers"][o]["groups"][g]["options"])
+        _adopt_company(company, values)
+        if loaded.own is not None:
+            restore_random(loaded.own["random"], runtime.transport.device)
+            if loaded.world == runtime.transport.size:
+                for name, buffer in buffers_of(model).items():
+                    buffer.copy_(loaded.own.get("buffers", {}).get(name, buffer))
+        runtime.steps, runtime.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
+        updates = runtime.host.updates if runtime.host is not None else None
+        if updates is not None:
+            updates.resume(float(values.get("host_norm") or runtime.norm))
+        extra: dict[str, Any] = dict(values.get("extra", {}))
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{loaded.path}: its values do not fit this run ({type(error).__name__}: {error}). "
+                              "Weights and moments are loaded; load another checkpoint before training on.") from error  # fmt: skip
+    runtime.changed()
+    return extra
+
+
+def _adopt_state(targets: Targets, plain: Mapping[str, Any]) -> None:
+    for seat, key, tensor in targets.fresh:
+        seat.optimizer.state[seat.home][key] = tensor
+    for seat in targets.stepped:
+        found = plain.get(f"{seat.prefix}{seat.param.name}")
+        if found and (seat.state or rows_suffice(seat.optimizer)):
+            seat.optimizer.state[seat.home].update(found)
+        if seat.part is not None:
+            count = seat.state.get("step")
+            # SGD has no count; all it asks is whether there was an update before.
+            seat.part.steps[seat.index] = 1 if count is None else int(count)
+    for seat in targets.empty:
+        if seat.part is None:
+            seat.state.clear()  # the dict stays: proxies know it
+            continue
+        seat.part.steps[seat.index] = 0
+        for tensor in seat.state.values():
+            tensor.zero_()
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if key in OWN_KEYS:
+            continue
+        if isinstance(group.get(key), Tensor):
+            group[key].copy_(value) if isinstance(value, Tensor) else group[key].fill_(value)
+        else:
+            group[key] = (
+                value.item() if isinstance(value, Tensor) and value.dim() == 0 and key in group else value
+            )
+
+
+def _check_company(company: Company, manifest: Manifest) -> None:
+    """Before anything is overwritten: a scheduler that was forgotten would begin again with its first step."""
+    saved = manifest.values if isinstance(manifest.values, dict) else {}
+    for what, objects in (("schedulers", company.schedulers), ("scalers", company.scalers)):
+        states = saved.get(what, [])
+        count = len(states) if isinstance(states, list) else 0
+        if count != len(objects):
+            raise CheckpointError(f"the checkpoint holds {count} {what} and {len(objects)} were given. Pass to run.load() what run.save() got: "
+                                  f"{what}=[...].")  # fmt: skip
+
+
+def _adopt_company(company: Company, values: Mapping[str, Any]) -> None:
+    for what, objects in (("schedulers", company.schedulers), ("scalers", company.scalers)):
+        for item, state in zip(objects, values.get(what, []), strict=True):
+            counters = {k for k, v in vars(item).items() if isinstance(v, Counter)}
+            if state:  # a disabled scaler has none
+                item.load_state_dict({k: Counter(v) if k in counters else v for k, v in state.items()})

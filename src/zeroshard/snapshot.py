@@ -1,0 +1,238 @@
+"""A run as a checkpoint sees it: what this rank holds.
+
+Rows are described where they rest (device, host, split master) and streamed from there; nothing is gathered. The optimizer's
+state goes by parameter name, so it finds its way at any world size, stage and tier:
+
+- state tensors with the shape of a parameter's local rows are rows of it (Adam's moments);
+- all others are whole, and whoever holds one offers it (Adam's `step`, Adafactor's factors);
+- state that is no tensor travels as plain values.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .checkpoint.agree import together
+from .checkpoint.records import Held, Peers, Snapshot
+from .checkpoint.values import pack, unpack
+from .errors import CheckpointError, StateError
+from .host import Part
+from .native import join, split
+from .runtime import Runtime
+from .shard import Faces, Param
+
+# How an optimizer computes is the new run's choice; what it computes with is the checkpoint's.
+OWN_KEYS = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))
+
+
+@dataclass(frozen=True)
+class Company:
+    """What a user hands in to be saved with a run: plain data, and objects that have a state_dict."""
+
+    extra: Mapping[str, Any] | None = None
+    schedulers: Sequence[Any] = ()
+    scalers: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One parameter in one optimizer, with its place in a host update if it has one."""
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    home: Tensor
+    param: Param
+    prefix: str  # of its kinds: empty, unless an earlier optimizer has the same parameter
+    part: Part | None
+    index: int
+
+    @property
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.state.get(self.home, {})
+        return found
+
+    def kind(self, key: str) -> str:
+        return f"state:{self.prefix}{key}"
+
+    @property
+    def untouched(self) -> bool:
+        """The host's state is there from the beginning; before its first update it says nothing."""
+        return self.part is not None and self.part.steps[self.index] == 0
+
+
+def seats_of(runtime: Runtime) -> Iterator[Seat]:
+    known = {id(p.home): p for p in runtime.params}
+    parts = runtime.host.parts if runtime.host is not None else []
+    hosted = {id(p): (part, index) for part in parts for index, p in enumerate(part.params)}
+    seen: set[str] = set()
+    for number, update in enumerate(runtime.updates):
+        for group in update.optimizer.param_groups:
+            for home in group["params"]:
+                param = known.get(id(home))
+                if param is not None:
+                    part, index = hosted.get(id(param), (None, 0))
+                    prefix = f"{number}." if param.name in seen else ""
+                    seen.add(param.name)
+                    yield Seat(update.optimizer, group, home, param, prefix, part, index)
+
+
+# ---------------------------------------------------------------------- what is held
+
+
+def parameter_held(param: Param, rank: int) -> Held:
+    """The master rows, streamed: a split master is joined and split a chunk at a time."""
+    start, stop = param.slot.rows(rank)
+    remainder, row = param.remainder, param.slot.row
+    if remainder is None:
+        return Held.of(param.name, "parameter", param.local, start, param.slot.height)
+    weights, rest = param.local.view(-1), remainder
+
+    def read(first: int, last: int) -> Tensor:
+        span = slice((first - start) * row, (last - start) * row)
+        joined = join(weights[span].cpu(), rest[span])
+        return joined.view(last - first, *param.slot.shape[1:]) if param.slot.shape else joined.view(())
+
+    def write(first: int, rows: Tensor) -> None:
+        weight, other = split(rows.float().cpu().reshape(-1).contiguous())
+        span = slice((first - start) * row, (first - start) * row + weight.numel())
+        with torch.no_grad():
+            weights[span].copy_(weight)
+            rest[span].copy_(other)
+
+    return Held(param.name, "parameter", param.slot.shape, "float32", (start, stop), read, write)
+
+
+def state_held(seat: Seat, key: str, tensor: Tensor, rank: int, rows: bool | None = None) -> Held:
+    local, slot = Faces.local(tensor), seat.param.slot
+    if rows is None:
+        rows = tuple(local.shape) == slot.local_shape(rank)
+    if rows and local.dim():
+        return Held.of(seat.param.name, seat.kind(key), local, slot.rows(rank)[0], slot.height)
+    return Held.of(seat.param.name, seat.kind(key), local)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state dict would have."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and not buffer.is_meta:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def snapshot_of(
+    runtime: Runtime, model: nn.Module, company: Company, peers: Peers, background: bool = False
+) -> Snapshot:
+    """All that this rank wants saved. Every rank calls it; raises the same on all of them where the moment is wrong."""
+    rank = runtime.transport.rank
+    seats = list(seats_of(runtime))
+    answers = together(
+        peers, "looking at what to save", lambda: [untimely(runtime), pack(_plain_state(seats))[0]]
+    )
+    refuse_untimely("save", [problem for problem, _ in answers])
+    runtime.settle_host()
+    held = [parameter_held(p, rank) for p in runtime.params]
+    for seat in seats:
+        if not seat.untouched:
+            held += [
+                state_held(seat, key, value, rank)
+                for key, value in seat.state.items()
+                if isinstance(value, Tensor)
+            ]
+    buffers = buffers_of(model)
+    if rank == 0:  # ranks' batch statistics drift apart between broadcasts: rank 0's are the model's
+        # Forward changes buffers, and a background save reads while it runs.
+        held += [
+            Held.of(name, "buffer", b.detach().clone() if background else b) for name, b in buffers.items()
+        ]
+    plain: dict[str, Any] = {}
+    for _, told in answers:
+        for name, state in unpack(told, _no_tensor).items():
+            plain.setdefault(name, state)
+    own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
+    if runtime.options.buffers == "local" and runtime.transport.size > 1:
+        own["buffers"] = buffers
+    return Snapshot(held, _values(runtime, company, plain), own)
+
+
+def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[str, Any]:
+    names = {id(p.home): p.name for p in runtime.params}
+    optimizers = []
+    for update in runtime.updates:
+        groups = [{"names": [names[id(p)] for p in group["params"] if id(p) in names],
+                   "options": {k: v for k, v in group.items() if k not in OWN_KEYS and not callable(v)}}
+                  for group in update.optimizer.param_groups]  # fmt: skip
+        optimizers.append({"type": type(update.optimizer).__name__, "groups": groups})
+    updates = runtime.host.updates if runtime.host is not None else None
+    return {
+        "step": runtime.steps,
+        "norm": runtime.norm,
+        "host_norm": updates.norm if updates is not None else None,
+        "world": runtime.transport.size,
+        "options": asdict(runtime.options),
+        "optimizers": optimizers,
+        "plain_state": plain,
+        "schedulers": [s.state_dict() for s in company.schedulers],
+        "scalers": [s.state_dict() for s in company.scalers],
+        "extra": dict(company.extra or {}),
+    }
+
+
+def _plain_state(seats: Sequence[Seat]) -> dict[str, Any]:
+    """State that is no tensor, by kind and name."""
+    return {f"{seat.prefix}{seat.param.name}": plain for seat in seats
+            if (plain := {k: v for k, v in seat.state.items() if not isinstance(v, Tensor)})}  # fmt: skip
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise CheckpointError(f"plain optimizer state refers to the tensor `{name}`.")
+
+
+def untimely(runtime: Runtime) -> str | None:
+    """Why now is no moment at which a checkpoint would be whole."""
+    if runtime.unsynced:
+        return ("gradients accumulated under run.no_sync() are on each rank alone and no checkpoint holds them. Finish the accumulation "
+                "with a backward outside of the block and optimizer.step() first, or drop it with optimizer.zero_grad()")  # fmt: skip
+    parts = runtime.host.parts if runtime.host is not None else []
+    if any(part.flat is not None or part.taken is not None for part in parts):
+        return ("between backward and optimizer.step() the host's updates are under way, so its state is of no step. "
+                "Call optimizer.step() first")  # fmt: skip
+    return None
+
+
+def refuse_untimely(verb: str, problems: Sequence[str | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise StateError(f"cannot {verb} now (rank {rank}): {problem}.")
+
+
+# ---------------------------------------------------------------------- randomness
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [name, [int(k) for k in keys], *rest]
+    return states
+
+
+def restore_random(states: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if (numpy := sys.modules.get("numpy")) is not None and "numpy" in states:
+        name, keys, *rest = states["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype="uint32"), *rest))
