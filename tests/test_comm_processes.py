@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from comm_ranks import KINDS, Ranks
 
-from zeroshard.comm import NcclTransport, Transport, connect, control, link, shm, watch
+from zeroshard.comm import NcclTransport, Transport, connect, control, link, memfd, shm, watch
 from zeroshard.errors import OptionError, RankError
 
 pytestmark = pytest.mark.ranks
@@ -91,6 +91,30 @@ def moves(transport: Transport) -> list[list[float]]:
     return [*found, transport.max([transport.rank, 3.0]), transport.sum([1.0])]
 
 
+def without_proc(rank: int) -> list[str]:
+    """What `connect` does when one rank cannot open the other's memory."""
+    real = memfd.open_peer
+
+    def refuse(pid: int, fd: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if pid != os.getpid():
+            raise PermissionError(13, "Permission denied")
+        return real(pid, fd, numel, dtype)
+
+    memfd.open_peer = refuse if rank == 1 else real
+    try:
+        fallen_back = connect(CPU, "auto")
+        name = fallen_back.name
+        fallen_back.barrier("the end")
+        fallen_back.close()
+        try:
+            connect(CPU, "shm")
+        except OptionError as error:
+            return [name, str(error)]
+        return [name]
+    finally:
+        memfd.open_peer = real
+
+
 def connected(rank: int, path: str, report: Report) -> None:
     warnings.simplefilter("error")
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
@@ -109,6 +133,7 @@ def connected(rank: int, path: str, report: Report) -> None:
             connect(CPU, asked)
         except OptionError as error:
             found[name] = str(error)
+    found["hidden"] = without_proc(rank)
     for transport in transports.values():
         transport.barrier("the end")
         transport.close()
@@ -126,6 +151,9 @@ def test_connect_chooses_and_transports_agree() -> None:
         assert told["auto"][1] == told["shm"][1] == told["gloo"][1]
         assert told["moves"][0] == told["moves"][1] == told["moves"][2]
         assert told["alone"] == "local"
+        assert told["hidden"][0] == "gloo"
+        assert "shm' cannot work here: rank 1 cannot open the memory of rank 0 (pid " in told["hidden"][1]
+        assert "use transport='gloo' instead" in told["hidden"][1]
         assert told["nccl"].startswith(
             "transport 'nccl' needs a group with the nccl backend and one GPU per rank"
         )
