@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -182,7 +183,7 @@ def rank_by_rank(recipe: Recipe, world: int, precision: zs.Precision | None = No
     narrow = precision is not None
     if precision is not None:
         for name, p in model.named_parameters():
-            if not any(word.strip("*") in name for word in precision.keep):
+            if not any(fnmatchcase(name, pattern) for pattern in precision.keep):
                 p.data = p.data.to(getattr(torch, precision.compute))
     loop = Loop(recipe, master, optimizers(recipe.optimizer, master))
     pairs = list(zip(master.parameters(), model.parameters(), strict=True))

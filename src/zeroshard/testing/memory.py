@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["PeakBytes", "assert_bytes", "tensor_bytes"]
@@ -25,8 +25,7 @@ def tensor_bytes() -> tuple[int, dict[int, int]]:
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and not thing.is_meta:
-            local = getattr(thing, "_local_tensor", thing)
-            storage = local.untyped_storage()
+            storage = _storage(thing)
             storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
     storages = _outermost(storages)
     shared = _shared_segments()
@@ -75,15 +74,16 @@ class PeakBytes(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(tensor)._cdata for tensor in _flat((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _flat(result):
-            self._meet(tensor)
+            self._meet(_storage(tensor), given)
         return result
 
-    def _meet(self, tensor: Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    def _meet(self, storage: UntypedStorage, given: set[int]) -> None:
+        """Count a storage that an operation made: not one that it was given, to write to or to view."""
         key = storage._cdata
-        if key not in self._known:
+        if key not in self._known and key not in given:
             self._known[key] = storage.nbytes()
             self.now += storage.nbytes()
             self.most = max(self.most, self.now)
@@ -93,9 +93,13 @@ class PeakBytes(TorchDispatchMode):
         self.now -= self._known.pop(key, 0)
 
 
+def _storage(tensor: Tensor) -> UntypedStorage:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
 def _flat(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _flat(item)

@@ -1,0 +1,128 @@
+"""Live bytes: what a rank holds after a step is what the design promises, by the library's own books, and by a
+walk over all tensors of the process that asks the library nothing.
+
+Ψ is the number of parameters, N the number of ranks; AdamW keeps two moments. Bytes of a rank:
+
+| stage | bf16, fp32 master | fp16, fp32 master | fp32       |
+|-------|-------------------|-------------------|------------|
+| 0     |                   |                   | 16Ψ        |
+| 1     | 4Ψ + 12Ψ/N        | 4Ψ + 16Ψ/N        | 8Ψ + 8Ψ/N  |
+| 2     | 2Ψ + 14Ψ/N        | 2Ψ + 16Ψ/N        | 4Ψ + 12Ψ/N |
+| 3     | 16Ψ/N             | 18Ψ/N             | 16Ψ/N      |
+
+(Gradients of fp16 land in fp32, because torch's GradScaler refuses fp16 ones.)
+
+Counted are parameters, gradients, master weights and moments. Gathered units and buckets come on top, and do not
+grow with the model: this one has many units, and buckets of one unit's size, so that the walk over all tensors, units
+and buckets included, stays within the same 2 %. Stage 0 keeps a whole wire besides, as DDP keeps its buckets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard as zs
+from zeroshard.testing import PeakBytes, assert_bytes, ranks, tensor_bytes
+
+pytestmark = pytest.mark.ranks
+WIDTH = 96
+UNIT = 2 * (WIDTH * WIDTH + WIDTH)
+
+# stage -> bytes a parameter that every rank holds, and that ranks share
+FORMS: dict[str | None, dict[int, tuple[int, int]]] = {
+    None: {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)},
+    "bfloat16": {1: (4, 12), 2: (2, 14), 3: (0, 16)},
+    "float16": {1: (4, 16), 2: (2, 16), 3: (0, 18)},
+}
+CASES = [(p, stage, world) for p, forms in FORMS.items() for stage in forms for world in (2, 4) if (p, world) != ("float16", 4)]
+
+
+def tower(stage: int, precision: str | None, blocks: int) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
+    model = models.Tower(WIDTH, blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    bucket = UNIT * (4 if precision is None else 2)
+    return model, optimizer, zs.shard(model, optimizer, stage=stage, precision=precision, bucket_bytes=bucket)
+
+
+def hold(stage: int, precision: str | None) -> dict[str, Any]:
+    """Two steps of a large model; what is alive afterwards."""
+    before, _ = tensor_bytes()
+    model, optimizer, run = tower(stage, precision, blocks=60 * dist.get_world_size())
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+    private, shared = tensor_bytes()
+    live, count = run.stats().live, sum(run.units.values())
+    run._runtime.transport.close()
+    return {"count": count, "private": private - before, "shared": shared, "live": live}
+
+
+@pytest.mark.parametrize(("precision", "stage", "world"), CASES)
+def test_live_bytes(precision: str | None, stage: int, world: int) -> None:
+    held = ranks(world).run(hold, stage, precision)
+    everyone, split = FORMS[precision][stage]
+    expected = held[0]["count"] * (everyone + split / world)
+    for rank, one in enumerate(held):
+        booked = sum(one["live"][kind] for kind in ("parameters", "gradients", "state"))
+        assert_bytes(booked, expected, 0.02, f"the books of rank {rank}")
+    # A segment of shared memory is mapped by every rank and belongs to one: it is counted once for all of them.
+    segments = {inode: size for one in held for inode, size in one["shared"].items()}
+    walked = (sum(one["private"] for one in held) + sum(segments.values())) / world
+    assert_bytes(walked, sum(sum(one["live"].values()) for one in held) / world, 0.01, "the walk against the books")
+    if stage > 0:
+        assert_bytes(walked, expected, 0.02, "the walk over all tensors")
+
+
+def gathered_and_made(stage: int, blocks: int) -> tuple[int, int]:
+    """The most bytes of gathered units, and of tensors that the operations of one step made, after two others."""
+    model, optimizer, run = tower(stage, None, blocks)
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with PeakBytes() as peak:
+        model(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+    gathered = run.stats().peak["gathered"]
+    run._runtime.transport.close()
+    return gathered, peak.most
+
+
+def test_peak_does_not_grow_with_the_model() -> None:
+    """Stage 3 holds a few units at a time, and lets every gradient go as its bucket leaves."""
+    (few, _), _ = ranks(2).run(gathered_and_made, 3, 20)
+    (many, made), _ = ranks(2).run(gathered_and_made, 3, 80)
+    assert few == many <= 3 * 4 * UNIT
+    activations = 80 * 4 * (2 * WIDTH * 4)  # four vectors a block are saved or made, for two rows
+    assert made <= 3 * 4 * UNIT + activations
+    with PeakBytes() as plain:
+        models.Tower(WIDTH, 80)(torch.ones(2, WIDTH)).backward()
+    assert plain.most > 10 * made, "the count cannot tell: plain PyTorch holds all gradients"
+
+
+def leftovers(stage: int, close: bool) -> tuple[int, int]:
+    """Tensor bytes before a run, and after it is gone."""
+    before = tensor_bytes()
+    model, optimizer, run = tower(stage, None, blocks=3)
+    model(torch.ones(2, WIDTH)).backward()
+    optimizer.step()
+    if close:
+        run.close()
+    else:
+        run._runtime.transport.close()
+    del model, optimizer, run
+    after = tensor_bytes()
+    return before[0] + sum(before[1].values()), after[0] + sum(after[1].values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("close", [True, False])
+def test_nothing_stays_when_a_run_is_gone(stage: int, close: bool) -> None:
+    ranks(2).run(leftovers, stage, close)  # the first run of a process may fill caches
+    for before, after in ranks(2).run(leftovers, stage, close):
+        assert after <= before + 64

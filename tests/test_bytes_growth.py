@@ -1,0 +1,76 @@
+"""Nothing grows: after 500 steps a rank has the tensors, files and memory that it had after the first few."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard as zs
+from zeroshard.testing import ranks, tensor_bytes
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def counts() -> dict[str, int]:
+    gc.collect()
+    tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    private, shared = tensor_bytes()
+    maps = len(Path("/proc/self/maps").read_text().splitlines())
+    files = len(os.listdir("/proc/self/fd"))
+    return {"tensors": tensors, "bytes": private + sum(shared.values()), "files": files, "maps": maps, "resident": resident()}
+
+
+def many_steps(stage: int, transport: str, steps: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Clipping, accumulation, evaluation and a scheduler in the loop: whatever could leave something behind."""
+    model = models.build("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    run = zs.shard(model, optimizer, stage=stage, transport=transport, bucket_bytes=1024)
+    batch = models.MLP.batch(4, dist.get_rank())
+
+    def train() -> None:
+        with run.no_sync():
+            model(batch).backward()
+        model(batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    _repeat(train, 50)
+    with torch.no_grad():
+        model(batch)
+    before = counts()
+    _repeat(train, steps)
+    with torch.no_grad():
+        model(batch)
+    after = counts()
+    run.close()
+    return before, after
+
+
+def _repeat(what: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        what()
+
+
+@pytest.mark.parametrize(("stage", "transport"), [(0, "shm"), (1, "shm"), (2, "shm"), (3, "shm"), (3, "gloo")])
+def test_no_growth(stage: int, transport: str) -> None:
+    for before, after in ranks(2).run(many_steps, stage, transport, 500, timeout=120.0):
+        growth = {key: after[key] - before[key] for key in before}
+        # Python's allocator and the caches of torch's dispatcher breathe a little; a leak of one gradient a step would be
+        # 500 tensors, and more than 2 MB.
+        assert growth.pop("resident") < 1 << 20
+        assert growth == dict.fromkeys(growth, 0)
