@@ -45,9 +45,9 @@ class Hooks:
         self._on_root()
         for update in self.runtime.updates:
             self._on_optimizer(update)
-        modules = dict(self.model.named_modules())
-        for name in recompute:
-            self._recompute(modules[name])
+        for unit in self.runtime.units:
+            if unit.name in recompute:
+                self._recompute(unit)
         self._guard_moves()
 
     def remove(self) -> None:
@@ -133,10 +133,23 @@ class Hooks:
         self._keep(self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._keep(self.model.register_forward_hook(after))
 
-    def _recompute(self, module: nn.Module) -> None:
-        plain = module.forward
-        module.forward = partial(checkpoint, plain, use_reentrant=False)
-        self._undo.append(lambda: module.__dict__.pop("forward", None))
+    def _recompute(self, unit: LiveUnit) -> None:
+        """A module compiled in place is recomputed with its hooks, because the compiler gives up at a checkpoint inside. Of all
+        others only the forward is: the unit is entered again by hand, since a compiled layer's hooks would not do it."""
+        module, runtime, plain = unit.module, self.runtime, unit.module.forward
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            runtime.enter(unit)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                runtime.leave(unit)
+
+        compiled = module._compiled_call_impl
+        name, function = ("forward", entered) if compiled is None else ("_compiled_call_impl", compiled)
+        before = module.__dict__.get(name)
+        object.__setattr__(module, name, partial(checkpoint, function, use_reentrant=False))
+        self._undo.append(partial(_put_back, module, name, before))
 
     # ------------------------------------------------------------------ optimizer
 
