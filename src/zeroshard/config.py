@@ -24,7 +24,7 @@ _DTYPES = {
     "float64": "float64", "fp64": "float64",
 }  # fmt: skip
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b?)\s*", re.IGNORECASE)
 _SCALE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -113,7 +113,7 @@ class Precision:
 
 def patterns(value: str | Sequence[str], what: str) -> tuple[str, ...]:
     """One pattern or several, as a tuple; anything else is an error."""
-    result = (value,) if isinstance(value, str) else tuple(value)
+    result = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     if any(not isinstance(p, str) or not p for p in result):
         raise OptionError(f"{what}={value!r} must be a name pattern such as \"blocks.*\", or several.")
     return result
@@ -195,7 +195,7 @@ class Options:
         if self.units not in ("auto", "none"):
             put(self, "units", patterns(self.units, "units"))
         put(self, "bucket_bytes", parse_bytes(self.bucket_bytes, "bucket_bytes"))
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise OptionError(f"prefetch={self.prefetch!r} must be a number of units, 0 or more.")
         if not isinstance(self.recompute, bool):
             put(self, "recompute", patterns(self.recompute, "recompute"))

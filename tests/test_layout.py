@@ -1,0 +1,138 @@
+"""Layout in integers: every row has one owner, nothing overlaps, and what is cut up can be put together again."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from zeroshard.layout import ALIGN, Pack, Slot, Split, aligned, buckets, slots_for
+
+WORLDS = (1, 2, 3, 4, 7, 64)
+
+
+def shapes(seed: int, count: int = 12) -> list[tuple[str, tuple[int, ...]]]:
+    """Named shapes of all kinds: without a dimension, empty, with fewer rows than ranks, with odd ones."""
+    draw = random.Random(seed)
+    kinds = [(), (0,), (1,), (3, 5), (0, 4), (64, 2)]
+    odd = [tuple(draw.randint(1, 90) for _ in range(draw.randint(1, 3))) for _ in range(count - len(kinds))]
+    return [(f"p{n}", shape) for n, shape in enumerate(draw.sample(kinds + odd, count))]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_what_torch_chunk_gives(world: int, seed: int) -> None:
+    for name, shape in shapes(seed):
+        if not shape:
+            continue
+        slot = Slot(name, shape, world)
+        whole = torch.arange(slot.numel).reshape(shape)
+        chunks = list(whole.chunk(world)) if shape[0] else []
+        for rank in range(world):
+            start, stop = slot.rows(rank)
+            expected = chunks[rank] if rank < len(chunks) else whole[:0]
+            assert torch.equal(whole[start:stop], expected)
+            assert slot.local_shape(rank) == tuple(expected.shape)
+            assert slot.held(rank) == expected.numel()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_row_has_one_owner(world: int) -> None:
+    splits: tuple[Split, ...] = ("rows", "whole")
+    for split in splits:
+        for slot in slots_for(shapes(1), world, split):
+            owners = [0] * slot.height
+            for rank in range(world):
+                start, stop = slot.rows(rank)
+                for row in range(start, stop):
+                    owners[row] += 1
+            assert owners == [world if slot.split == "copy" else 1] * slot.height
+
+
+def test_without_a_dimension_or_with_one_rank_all_have_a_copy() -> None:
+    assert [slot.split for slot in slots_for([("a", ()), ("b", (4,))], 2, "rows")] == ["copy", "rows"]
+    assert [slot.split for slot in slots_for([("a", ()), ("b", (4,))], 2, "whole")] == ["copy", "whole"]
+    assert [slot.split for slot in slots_for([("a", ()), ("b", (4,))], 1, "rows")] == ["copy", "copy"]
+    scalar = Slot("a", (), 2, "copy")
+    assert (scalar.numel, scalar.rows(1), scalar.held(1), scalar.local_shape(1)) == (1, (0, 1), 1, ())
+
+
+@pytest.mark.parametrize("world", [2, 3, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_whole_tensors_are_spread_evenly(world: int, seed: int) -> None:
+    """Largest first, to whom has least: nobody has more than the average and one largest tensor."""
+    slots = [slot for slot in slots_for(shapes(seed, 60), world, "whole") if slot.split == "whole"]
+    load = [sum(slot.held(rank) for slot in slots) for rank in range(world)]
+    assert sum(load) == sum(slot.numel for slot in slots)
+    assert max(load) <= sum(load) / world + max(slot.numel for slot in slots)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize("split", ["rows", "whole"])
+def test_places_are_aligned_and_apart(world: int, flags: bool, split: Split) -> None:
+    pack = Pack(tuple(slots_for(shapes(2), world, split)), world, flags)
+    for rank in range(world):
+        end = 0
+        for slot, at in zip(pack.slots, pack.offsets(rank), strict=True):
+            assert at % ALIGN == 0 and at >= end
+            end = at + slot.held(rank)
+        assert end <= pack.body(rank) <= end + ALIGN - 1 if pack.slots[-1].held(rank) else end <= pack.body(rank)
+        assert pack.pieces[rank] - pack.body(rank) == (aligned(len(pack.slots)) if flags else 0)
+        assert pack.starts[rank] == sum(pack.pieces[:rank])
+    assert pack.wire == sum(pack.pieces)
+    ends = [at + slot.numel for slot, at in zip(pack.slots, pack.full_offsets, strict=True)]
+    assert all(at % ALIGN == 0 for at in pack.full_offsets)
+    assert all(end <= at for end, at in zip(ends, pack.full_offsets[1:], strict=False))
+    assert ends[-1] <= pack.full
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("split", ["rows", "whole"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_put_together_are_the_whole(world: int, split: Split, seed: int) -> None:
+    """A gather from pieces, and a publish between full buffers, both give every rank all of every tensor."""
+    pack = Pack(tuple(slots_for(shapes(seed), world, split)), world)
+    whole = {slot.name: torch.rand(slot.shape) for slot in pack.slots}
+    pieces = [torch.full((pack.pieces[rank],), -1.0) for rank in range(world)]
+    for rank in range(world):
+        for slot, at in zip(pack.slots, pack.offsets(rank), strict=True):
+            start, stop = slot.rows(rank)
+            rows = whole[slot.name][start:stop] if slot.shape else whole[slot.name]
+            pieces[rank][at : at + slot.held(rank)] = rows.reshape(-1)
+    full = torch.full((pack.full,), -1.0)
+    for rank, (from_piece, to_full) in enumerate(zip(pack.cuts_of_pieces(), pack.cuts_of_full(), strict=True)):
+        for (at, numel), (to, count) in zip(from_piece, to_full, strict=True):
+            assert numel == count
+            full[to : to + numel] = pieces[rank][at : at + numel]
+    for slot, at in zip(pack.slots, pack.full_offsets, strict=True):
+        assert torch.equal(full[at : at + slot.numel].view(slot.shape), whole[slot.name])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_keep_order_and_limit(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [(f"p{n}", draw.randint(1, 50)) for n in range(draw.randint(1, 60))]
+    limit = draw.randint(1, 120)
+    groups = buckets(sizes, limit)
+    assert [name for group in groups for name in group] == [name for name, _ in sizes]
+    size = dict(sizes)
+    for group in groups:
+        assert group and (len(group) == 1 or sum(size[name] for name in group) <= limit)
+    for first, second in zip(groups, groups[1:], strict=False):
+        assert sum(size[name] for name in [*first, second[0]]) > limit, "the next would have fitted"
+
+
+def test_no_tensors_no_buckets() -> None:
+    assert buckets([], 100) == []
+
+
+def test_ten_thousand_ranks_in_a_second() -> None:
+    start = time.process_time()
+    slots = slots_for([(f"blocks.{n}.weight", (8192, 8192)) for n in range(8)], 10_000, "rows")
+    pack = Pack(tuple(slots), 10_000, flags=True)
+    assert pack.wire >= 8 * 8192 * 8192
+    assert sum(slot.held(9_999) for slot in slots) == 0
+    assert time.process_time() - start < 2.0
