@@ -1,4 +1,5 @@
-"""Who saves and loads a run: takes snapshots at the right moments, and keeps training from changing what is still being read."""
+"""Who saves and loads a run: takes snapshots at the right moments, and keeps training from changing what is
+still being read."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Path = str | os.PathLike[str]
 
 
 class Keeper:
-    """The saves and loads of one run. `meet` makes what the ranks talk over; all ranks make it at their first save or load."""
+    """The saves and loads of one run. `meet` makes what the ranks talk over, at their first save or load."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, meet: Callable[[], Peers]) -> None:
         self.model, self.runtime, self._meet = model, runtime, meet
@@ -37,7 +38,8 @@ class Keeper:
         self.finish()  # the ranks talk about one save at a time
         runtime, saver = self.runtime, self._saver
         snapshot = snapshot_of(runtime, self.model, company, saver.peers, background)
-        # Forward and backward change no master and no moment, so the copy can be made beside them; host updates begin in backward.
+        # Forward and backward change no master and no moment, so the copy can be made beside them; but host
+        # updates begin in backward.
         lazy = runtime.host is None or not runtime.host.parts
         pending = saver.save(path, snapshot, keep=keep, background=background, lazy=lazy)
         if isinstance(pending, PendingSave):
@@ -52,7 +54,10 @@ class Keeper:
             manifest = read_manifest(os.path.abspath(path))
         except (CheckpointError, OSError):
             manifest = None  # `load` says so, on all ranks, and where a good one is
-        targets = targets_of(runtime, self.model, manifest, company, strict)
+        try:
+            targets = targets_of(runtime, self.model, manifest, company, strict)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} does not fit this run: {error}") from error
         runtime.settle_host()
         runtime.transport.fence()  # peers have read the rows that are about to change
         try:

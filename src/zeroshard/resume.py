@@ -1,8 +1,9 @@
-"""What a checkpoint brings back into a run: the targets of its rows, then the optimizers' counts and numbers, schedulers, randomness.
+"""What a checkpoint brings back into a run: targets for its rows; then counts, hyperparameters, randomness.
 
-[Note: into the same tensors] Loading writes into the state tensors that exist. Those of host updates are views of the memory that
-the kernels work on: a replaced tensor would be state that nobody updates. Where a fresh optimizer has none yet, they are made from
-what the checkpoint says, and attached when all of it has been read: a load that fails leaves no half of an optimizer behind.
+[Note: into the same tensors] Loading writes into the state tensors that exist. Those of host updates are
+views of the memory that the kernels work on: a replaced tensor would be state that nobody updates. Where a
+fresh optimizer has none yet, they are made from what the checkpoint says, and attached when all of it has
+been read: a load that fails leaves no half of an optimizer behind.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from .checkpoint.elements import DTYPE
 from .checkpoint.manifest import Entry, Manifest
 from .checkpoint.records import Held, Loaded
 from .errors import CheckpointError
+from .host import Part
+from .native import AdamRows
 from .runtime import Runtime
 from .snapshot import (
+    MOMENTS,
     OWN_KEYS,
     Company,
     Seat,
     buffers_of,
+    codes_of,
+    host_parts,
     parameter_held,
     restore_random,
     seats_of,
@@ -36,6 +42,14 @@ from .step import rows_suffice
 ALIKE = {"AdamW": "Adam"}
 
 
+@dataclass(frozen=True)
+class Coded:
+    """A part whose moments are 8-bit, and the fp32 ones that were read for each of its parameters."""
+
+    part: Part
+    states: list[dict[str, Tensor]]
+
+
 @dataclass
 class Targets:
     """Where a checkpoint's rows go, and what becomes of the optimizers once they are there."""
@@ -44,21 +58,22 @@ class Targets:
     fresh: list[tuple[Seat, str, Tensor]] = field(default_factory=list)  # made, and not attached yet
     stepped: list[Seat] = field(default_factory=list)  # get state
     empty: list[Seat] = field(default_factory=list)  # had no state when saved
-    groups: list[tuple[dict[str, Any], int, int]] = field(
-        default_factory=list
-    )  # a group, its optimizer and number there
+    coded: dict[int, Coded] = field(default_factory=dict)  # by id(part)
+    groups: list[tuple[dict[str, Any], int, int]] = field(default_factory=list)  # and its place there
 
 
 def targets_of(
     runtime: Runtime, model: nn.Module, manifest: Manifest | None, company: Company, strict: bool
 ) -> Targets:
-    """Decided from the manifest alone, so that all ranks decide, or raise, alike. None: it cannot be read, which loading tells."""
+    """Decided from the manifest alone, so that all ranks decide, or raise, alike. Without one, loading will
+    say why it cannot be read."""
     rank = runtime.transport.rank
     targets = Targets([parameter_held(p, rank) for p in runtime.params])
     targets.held += [Held.of(name, "buffer", b) for name, b in buffers_of(model).items()]
     if manifest is None:
         return targets
-    _check_company(company, manifest)
+    if strict:
+        _check_company(company, manifest)
     entries: dict[str, dict[str, Entry]] = {}
     for entry in manifest.entries:
         if entry.kind.startswith("state:"):
@@ -69,11 +84,16 @@ def targets_of(
         mine, was = type(seat.optimizer).__name__, types.get(seat.param.name)
         if was is not None and ALIKE.get(was, was) != ALIKE.get(mine, mine):
             if strict:
-                raise CheckpointError(f"`{seat.param.name}` was trained with {was} in this checkpoint and is with {mine} here, whose state "
-                                      "means something else. Pass strict=False to start the optimizer afresh.")  # fmt: skip
+                raise CheckpointError(
+                    f"`{seat.param.name}` was trained with {was} there and is with {mine} here, whose state "
+                    "means something else. Pass strict=False to start the optimizer afresh."
+                )
             continue
         _aim(targets, seat, entries.get(seat.param.name, {}), manifest, rank)
-    _pair_groups(targets, runtime, saved, strict)
+    if strict and all(("model", p.name) in manifest.by_slot for p in runtime.params):
+        _pair_groups(targets, runtime, saved, strict=True)
+    else:
+        _pair_groups(targets, runtime, saved, strict=False)  # a checkpoint of another model: loading says so
     return targets
 
 
@@ -89,21 +109,36 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
     targets.stepped.append(seat)
     for key in [*stored, *(k for k, v in state.items() if k not in stored and isinstance(v, Tensor))]:
         entry, tensor = stored.get(key), state.get(key)
-        if not isinstance(tensor, Tensor):
-            # Optimizers that need whole tensors see only those that are here; element-wise ones have empty state for the others.
-            if entry is None or not (rows_suffice(seat.optimizer) or seat.param.slot.held(rank)):
+        if entry is not None and not isinstance(tensor, Tensor):
+            # Optimizers that need whole tensors see only those that are here; element-wise ones have empty
+            # state for the others.
+            if not (rows_suffice(seat.optimizer) or seat.param.slot.held(rank)):
                 continue
-            tensor = _blank(seat, key, entry, manifest, rank)
-            targets.fresh.append((seat, key, tensor))
-        targets.held.append(
-            state_held(
-                seat, key, tensor, rank, None if entry is None else entry.shape == seat.param.slot.shape
-            )
+            tensor = _made(targets, seat, key, entry, manifest, rank)
+        assert isinstance(tensor, Tensor)
+        rows = None if entry is None else entry.shape == seat.param.slot.shape
+        targets.held.append(state_held(seat, key, tensor, rank, rows))
+
+
+def _made(targets: Targets, seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) -> Tensor:
+    """A tensor for state that the optimizer does not show yet."""
+    part = seat.part
+    if part is None:
+        tensor = _blank(seat, key, entry, manifest, rank)
+        targets.fresh.append((seat, key, tensor))
+        return tensor
+    if not (part.coded and key in MOMENTS):
+        raise CheckpointError(
+            f"`{seat.param.name}` has state `{key}` there, and the host update here was built without it. "
+            "Build the optimizer with the same momentum and amsgrad."
         )
+    coded = targets.coded.setdefault(id(part), Coded(part, [{} for _ in part.params]))
+    tensor = coded.states[seat.index][key] = torch.zeros(seat.param.slot.local_shape(rank))
+    return tensor
 
 
 def _blank(seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) -> Tensor:
-    """A state tensor as the optimizer would have made it: like the parameter where it was like it, else as it was saved."""
+    """A state tensor as the optimizer would have made it: like the parameter, where it was so when saved."""
     param, local = seat.param, seat.param.local
     shape = param.slot.local_shape(rank) if entry.shape == param.slot.shape else entry.shape
     home = manifest.by_slot.get(("model", param.name))
@@ -115,7 +150,7 @@ def _blank(seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) ->
 
 
 def _saved_groups(manifest: Manifest) -> list[tuple[str, list[list[str]]]]:
-    """The types of the saved optimizers and their groups' parameter names; nothing where the manifest says nonsense."""
+    """Types and parameter names, by group, of the saved optimizers; nothing where the manifest is odd."""
     try:
         return [
             (str(o["type"]), [[str(name) for name in group["names"]] for group in o["groups"]])
@@ -140,11 +175,15 @@ def _pair_groups(
             names = [known[id(p)] for p in group["params"] if id(p) in known]
             found = where.get(frozenset(names))
             if found is not None:
-                targets.groups.append((group, *found))
+                was, mine = saved[found[0]][0], type(update.optimizer).__name__
+                if ALIKE.get(was, was) == ALIKE.get(mine, mine):
+                    targets.groups.append((group, *found))
             elif strict and names:
-                raise CheckpointError(f"group {number} of {type(update.optimizer).__name__} has {len(names)} parameters (first "
-                                      f"`{names[0]}`), and no group of the checkpoint has just these. Build the same parameter groups, or "
-                                      "pass strict=False to keep the hyperparameters of this run.")  # fmt: skip
+                raise CheckpointError(
+                    f"group {number} of {type(update.optimizer).__name__} has {len(names)} parameters (first "
+                    f"`{names[0]}`), and no group there has just these. Build the same parameter groups, or "
+                    "pass strict=False to keep the hyperparameters of this run."
+                )
 
 
 def adopt(
@@ -158,22 +197,33 @@ def adopt(
             _set_options(group, values["optimizers"][o]["groups"][g]["options"])
         _adopt_company(company, values)
         if loaded.own is not None:
-            restore_random(loaded.own["random"], runtime.transport.device)
-            if loaded.world == runtime.transport.size:
-                for name, buffer in buffers_of(model).items():
-                    buffer.copy_(loaded.own.get("buffers", {}).get(name, buffer))
+            _adopt_own(runtime, model, loaded.own, same_world=loaded.world == runtime.transport.size)
         runtime.steps, runtime.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
         updates = runtime.host.updates if runtime.host is not None else None
-        if updates is not None:
-            updates.resume(float(values.get("host_norm") or runtime.norm))
+        if updates is not None and (norm := values.get("host_norm") or runtime.norm):
+            updates.resume(float(norm))
         extra: dict[str, Any] = dict(values.get("extra", {}))
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{loaded.path}: its values do not fit this run ({type(error).__name__}: {error}). "
-                              "Weights and moments are loaded; load another checkpoint before training on.") from error  # fmt: skip
+        raise CheckpointError(
+            f"{loaded.path}: its values do not fit this run ({type(error).__name__}: {error}). Weights and "
+            "moments are loaded; load another checkpoint before training on."
+        ) from error
     runtime.changed()
     return extra
+
+
+def _adopt_own(runtime: Runtime, model: nn.Module, own: Mapping[str, Any], same_world: bool) -> None:
+    """What belonged to the rank of this number."""
+    if "random" in own:
+        restore_random(own["random"], runtime.transport.device)
+    if same_world:
+        local = own.get("buffers", {})
+        for name, buffer in buffers_of(model).items():
+            if name in local:
+                buffer.copy_(local[name])
+        _take_codes(runtime, own.get("codes", []))
 
 
 def _adopt_state(targets: Targets, plain: Mapping[str, Any]) -> None:
@@ -194,6 +244,27 @@ def _adopt_state(targets: Targets, plain: Mapping[str, Any]) -> None:
         seat.part.steps[seat.index] = 0
         for tensor in seat.state.values():
             tensor.zero_()
+    for coded in targets.coded.values():
+        counts = coded.part.shown_steps
+        coded.part.load([{"step": int(c), **s} for c, s in zip(counts, coded.states, strict=True)])
+
+
+def _take_codes(runtime: Runtime, saved: list[Any]) -> None:
+    """8-bit moments bit for bit, where the same rows lie in the same places."""
+    parts = {
+        str(codes_of(part, runtime.transport.rank)["where"]): part
+        for part in host_parts(runtime)
+        if part.coded
+    }
+    for item in saved:
+        part = parts.get(str(item["where"]))
+        if part is not None:
+            assert isinstance(part.state, AdamRows)
+            assert part.state.scales is not None
+            for stored, codes in zip(
+                (part.state.exp_avg, part.state.exp_avg_sq, part.state.scales), item["codes"], strict=True
+            ):
+                stored.copy_(codes)
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -209,19 +280,21 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _check_company(company: Company, manifest: Manifest) -> None:
-    """Before anything is overwritten: a scheduler that was forgotten would begin again with its first step."""
+    """Before anything is overwritten: a forgotten scheduler would begin again with its first step."""
     saved = manifest.values if isinstance(manifest.values, dict) else {}
     for what, objects in (("schedulers", company.schedulers), ("scalers", company.scalers)):
         states = saved.get(what, [])
         count = len(states) if isinstance(states, list) else 0
         if count != len(objects):
-            raise CheckpointError(f"the checkpoint holds {count} {what} and {len(objects)} were given. Pass to run.load() what run.save() got: "
-                                  f"{what}=[...].")  # fmt: skip
+            raise CheckpointError(
+                f"it holds {count} {what} and {len(objects)} were given. Pass to run.load() what run.save() "
+                f"got, {what}=[...]; or strict=False to let them begin again."
+            )
 
 
 def _adopt_company(company: Company, values: Mapping[str, Any]) -> None:
     for what, objects in (("schedulers", company.schedulers), ("scalers", company.scalers)):
-        for item, state in zip(objects, values.get(what, []), strict=True):
+        for item, state in zip(objects, values.get(what, []), strict=False):
             counters = {k for k, v in vars(item).items() if isinstance(v, Counter)}
             if state:  # a disabled scaler has none
                 item.load_state_dict({k: Counter(v) if k in counters else v for k, v in state.items()})

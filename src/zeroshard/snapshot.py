@@ -1,7 +1,7 @@
 """A run as a checkpoint sees it: what this rank holds.
 
-Rows are described where they rest (device, host, split master) and streamed from there; nothing is gathered. The optimizer's
-state goes by parameter name, so it finds its way at any world size, stage and tier:
+Rows are described where they rest (device, host, split master) and streamed from there; nothing is gathered.
+The optimizer's state goes by parameter name, so it finds its way at any world size, stage and tier:
 
 - state tensors with the shape of a parameter's local rows are rows of it (Adam's moments);
 - all others are whole, and whoever holds one offers it (Adam's `step`, Adafactor's factors);
@@ -25,12 +25,15 @@ from .checkpoint.records import Held, Peers, Snapshot
 from .checkpoint.values import pack, unpack
 from .errors import CheckpointError, StateError
 from .host import Part
-from .native import join, split
+from .native import AdamRows, join, split
+from .native.abi import BLOCK
+from .native.moments8 import decode
 from .runtime import Runtime
 from .shard import Faces, Param
 
 # How an optimizer computes is the new run's choice; what it computes with is the checkpoint's.
 OWN_KEYS = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,13 @@ class Seat:
         return self.part is not None and self.part.steps[self.index] == 0
 
 
+def host_parts(runtime: Runtime) -> list[Part]:
+    return runtime.host.parts if runtime.host is not None else []
+
+
 def seats_of(runtime: Runtime) -> Iterator[Seat]:
     known = {id(p.home): p for p in runtime.params}
-    parts = runtime.host.parts if runtime.host is not None else []
+    parts = host_parts(runtime)
     hosted = {id(p): (part, index) for part in parts for index, p in enumerate(part.params)}
     seen: set[str] = set()
     for number, update in enumerate(runtime.updates):
@@ -119,6 +126,36 @@ def state_held(seat: Seat, key: str, tensor: Tensor, rank: int, rows: bool | Non
     return Held.of(seat.param.name, seat.kind(key), local)
 
 
+def coded_held(seat: Seat, part: Part, number: int, rank: int) -> Held:
+    """8-bit moments (0: the first, 1: the second) as the fp32 that they stand for, decoded chunk by chunk."""
+    slot, (at, _), key = seat.param.slot, part.spans[seat.index], MOMENTS[number]
+    start, stop = slot.rows(rank)
+
+    def read(first: int, last: int) -> Tensor:
+        low, high = at + (first - start) * slot.row, at + (last - start) * slot.row
+        begin, end = low // BLOCK * BLOCK, min(-(-high // BLOCK) * BLOCK, part.numel)
+        rows = part.state.rows(begin, end)
+        assert isinstance(rows, AdamRows)
+        assert rows.scales is not None
+        wide = decode(rows.exp_avg, rows.exp_avg_sq, rows.scales)[number][low - begin : high - begin]
+        return wide.view(last - first, *slot.shape[1:]) if slot.shape else wide.view(())
+
+    def write(first: int, rows: Tensor) -> None:
+        raise AssertionError("8-bit moments are encoded a part at a time")
+
+    return Held(seat.param.name, seat.kind(key), slot.shape, "float32", (start, stop), read, write)
+
+
+def codes_of(part: Part, rank: int) -> dict[str, Any]:
+    """The very codes of 8-bit moments, and where they belong. Decoding and encoding again would round them
+    anew; a run with the same rows takes these instead."""
+    assert isinstance(part.state, AdamRows)
+    where = [
+        [p.name, at, list(p.slot.rows(rank))] for p, (at, _) in zip(part.params, part.spans, strict=True)
+    ]
+    return {"where": where, "codes": [part.state.exp_avg, part.state.exp_avg_sq, part.state.scales]}
+
+
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state dict would have."""
     found: dict[str, Tensor] = {}
@@ -132,7 +169,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def snapshot_of(
     runtime: Runtime, model: nn.Module, company: Company, peers: Peers, background: bool = False
 ) -> Snapshot:
-    """All that this rank wants saved. Every rank calls it; raises the same on all of them where the moment is wrong."""
+    """All that this rank wants saved. Every rank calls it; where the moment is wrong, all of them raise."""
     rank = runtime.transport.rank
     seats = list(seats_of(runtime))
     answers = together(
@@ -143,11 +180,10 @@ def snapshot_of(
     held = [parameter_held(p, rank) for p in runtime.params]
     for seat in seats:
         if not seat.untouched:
-            held += [
-                state_held(seat, key, value, rank)
-                for key, value in seat.state.items()
-                if isinstance(value, Tensor)
-            ]
+            tensors = {key: value for key, value in seat.state.items() if isinstance(value, Tensor)}
+            held += [state_held(seat, key, value, rank) for key, value in tensors.items()]
+            if seat.part is not None and seat.part.coded:
+                held += [coded_held(seat, seat.part, number, rank) for number in range(len(MOMENTS))]
     buffers = buffers_of(model)
     if rank == 0:  # ranks' batch statistics drift apart between broadcasts: rank 0's are the model's
         # Forward changes buffers, and a background save reads while it runs.
@@ -161,6 +197,7 @@ def snapshot_of(
     own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
+    own["codes"] = [codes_of(part, rank) for part in host_parts(runtime) if part.coded]
     return Snapshot(held, _values(runtime, company, plain), own)
 
 
@@ -200,12 +237,17 @@ def _no_tensor(name: str) -> Tensor:
 def untimely(runtime: Runtime) -> str | None:
     """Why now is no moment at which a checkpoint would be whole."""
     if runtime.unsynced:
-        return ("gradients accumulated under run.no_sync() are on each rank alone and no checkpoint holds them. Finish the accumulation "
-                "with a backward outside of the block and optimizer.step() first, or drop it with optimizer.zero_grad()")  # fmt: skip
-    parts = runtime.host.parts if runtime.host is not None else []
-    if any(part.flat is not None or part.taken is not None for part in parts):
-        return ("between backward and optimizer.step() the host's updates are under way, so its state is of no step. "
-                "Call optimizer.step() first")  # fmt: skip
+        return (
+            "gradients accumulated under run.no_sync() are on each rank alone; no checkpoint holds them. "
+            "Finish the accumulation with a backward outside of the block and optimizer.step() first, or "
+            "drop it with optimizer.zero_grad()"
+        )
+    updates = runtime.host.updates if runtime.host is not None else None
+    if updates is not None and updates.pending:
+        return (
+            "between backward and optimizer.step() the host's updates are under way, so its state is that of "
+            "no step. Call optimizer.step() first, or zero_grad() to drop the gradients"
+        )
     return None
 
 

@@ -98,6 +98,8 @@ class Update:
             if grad.dtype == home.dtype:
                 return home
             proxy = self._proxies[id(home)] = nn.Parameter(home.data, requires_grad=False)
+            if home in self._inner:  # state that was loaded before the first step
+                self._inner[proxy] = self._inner.pop(home)
         proxy.grad = grad if grad.dtype == proxy.dtype else grad.to(proxy.dtype)
         return proxy
 

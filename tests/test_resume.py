@@ -1,0 +1,146 @@
+"""Ten steps, a save, a fresh model and optimizer, a load, ten more: the bits of twenty in one go."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resume_case as case
+import torch
+from recipes import Recipe
+from resume_case import Half
+
+import zeroshard as zs
+from zeroshard.testing import assert_same_bits, ranks
+
+pytestmark = pytest.mark.ranks
+
+Kind = tuple[int, dict[str, Any]]  # a number of ranks, and options of `shard`
+GPT = Recipe()
+HOST = {"offload": zs.Offload(threads=1), "clip_norm": math.inf}
+SPLIT = {"offload": zs.Offload(master="split", threads=1), "clip_norm": 0.5, "precision": "bf16"}
+CODED = {"offload": zs.Offload(moments="int8", threads=1), "clip_norm": 0.5, "precision": "bf16"}
+
+
+@cache
+def uninterrupted(world: int, recipe: Recipe, **options: Any) -> Half:
+    return ranks(world).run(case.whole, recipe, options)[0]
+
+
+def check(folder: Path, world: int, recipe: Recipe, **options: Any) -> Half:
+    """The second half has the bits of a run that was never cut. Returns it."""
+    saved = ranks(world).run(case.first, folder / "ten", recipe, options)
+    halves = ranks(world).run(case.second, folder / "ten", recipe, options)
+    wanted = uninterrupted(world, recipe, **options)
+    for half in halves:
+        assert_same_bits(half.weights, wanted.weights)
+    assert halves[0].losses == wanted.losses[case.HALF :]
+    for half, former in zip(halves, saved, strict=True):
+        assert_same_bits(half.held, former.held)
+        assert half.draws == former.draws
+    assert halves[0].draws != halves[-1].draws
+    assert halves[0].extra["at"] == case.HALF
+    assert torch.equal(halves[0].extra["order"], torch.arange(3))
+    result: Half = halves[0]
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_goes_on_with_the_same_bits(tmp_path: Path, stage: int) -> None:
+    check(tmp_path, 2, Recipe(scheduler="after"), stage=stage, precision="bf16")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon", "adafactor"])
+def test_every_optimizer_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str) -> None:
+    check(tmp_path, 2, Recipe(optimizer=optimizer), stage=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({**HOST, "stage": 3, "precision": "bf16"}, id="plain master"),
+        pytest.param({**SPLIT, "stage": 2}, id="split master, clipped"),
+        pytest.param({**CODED, "stage": 3}, id="8-bit moments"),
+        pytest.param({"offload": zs.Offload(threads=1), "stage": 1}, id="the optimizer's own step"),
+    ],
+)
+def test_host_offload_goes_on_with_the_same_bits(tmp_path: Path, options: dict[str, Any]) -> None:
+    check(tmp_path, 2, GPT, **options)
+
+
+def test_momentum_on_the_host_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    check(tmp_path, 2, Recipe(optimizer="sgd"), **HOST)
+
+
+def test_a_loss_scaler_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """An overflow before the save and one after it: the scale and its count of good steps go along."""
+    recipe = Recipe(model="mlp", scaled=True, infinite=(6, 12))
+    check(tmp_path, 2, recipe, stage=2, precision="fp16")
+
+
+def test_a_run_goes_on_while_it_is_saved(tmp_path: Path) -> None:
+    """Training beside a background save changes neither the training nor what is saved."""
+    options = {"stage": 3}
+    beside = ranks(2).run(case.first, tmp_path / "ten", GPT, options, True)
+    assert beside[0].losses == uninterrupted(2, GPT, **options).losses[: case.HALF + 5]
+    half = ranks(2).run(case.second, tmp_path / "ten", GPT, options)[0]
+    assert_same_bits(half.weights, uninterrupted(2, GPT, **options).weights)
+
+
+def changed(folder: Path, recipe: Recipe, before: Kind, after: Kind) -> Half:
+    """Saved by one kind of run, loaded by another: weights and moments arrive bit for bit."""
+    saved = ranks(before[0]).run(case.first, folder / "ten", recipe, before[1])[0]
+    halves = ranks(after[0]).run(case.second, folder / "ten", recipe, after[1])
+    for half in halves:
+        assert_same_bits(half.held, saved.held)
+        assert half.extra["at"] == case.HALF
+    result: Half = halves[0]
+    return result
+
+
+@pytest.mark.parametrize(("before", "after", "optimizer"), [(2, 4, "adamw"), (4, 3, "sgd"), (2, 1, "adamw")])
+def test_another_world_size_goes_on_with_the_same_training(
+    tmp_path: Path, before: int, after: int, optimizer: str
+) -> None:
+    recipe = Recipe(model="mlp", optimizer=optimizer)
+    half = changed(tmp_path, recipe, (before, {"stage": 3}), (after, {"stage": 2}))
+    for name, weight in uninterrupted(2, recipe, stage=3).weights.items():
+        torch.testing.assert_close(half.weights[name], weight, rtol=0, atol=1e-6)
+
+
+def test_whole_tensors_find_their_new_owners(tmp_path: Path) -> None:
+    """Muon's matrices and Adafactor's factors are on one rank each: on another one among three."""
+    for optimizer in ("muon", "adafactor"):
+        recipe = Recipe(optimizer=optimizer)
+        ranks(2).run(case.first, tmp_path / optimizer, recipe, {"stage": 2})
+        half = ranks(3).run(case.second, tmp_path / optimizer, recipe, {"stage": 3})[0]
+        wanted = uninterrupted(2, recipe, stage=2)
+        for name, weight in wanted.weights.items():
+            torch.testing.assert_close(half.weights[name], weight, rtol=0, atol=1e-3)
+
+
+PLAIN = {**SPLIT, "offload": zs.Offload(threads=1)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param({"stage": 3}, {"stage": 1, "clip_norm": math.inf}, id="stage"),
+        pytest.param({"stage": 3}, {**HOST, "stage": 2}, id="to the host"),
+        pytest.param({**HOST, "stage": 2}, {"stage": 0}, id="from the host"),
+        pytest.param({**SPLIT, "stage": 2}, {**PLAIN, "stage": 3}, id="split to plain"),
+        pytest.param({**PLAIN, "stage": 3}, {**SPLIT, "stage": 3}, id="plain to split"),
+        pytest.param({**SPLIT, "stage": 2}, {"stage": 3}, id="bf16 on the host to fp32 on the device"),
+        pytest.param({"stage": 2}, {"stage": 3, "precision": "bf16"}, id="fp32 to bf16"),
+        pytest.param({**CODED, "stage": 3}, {"stage": 2}, id="8-bit moments to fp32"),
+    ],
+)
+def test_another_stage_tier_or_precision_gets_the_same_numbers(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    half = changed(tmp_path, GPT, (2, before), (2, after))
+    wanted = uninterrupted(2, GPT, **before).losses[case.HALF :]
+    assert half.losses == pytest.approx(wanted, rel=1e-2 if "precision" in before | after else 1e-5)
