@@ -40,7 +40,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, the mean loss out. As it is, rows and vectors of the CPU do not divide evenly; `even`, all do."""
+    """Tokens in, the mean loss out. As it is, rows and vectors of the CPU do not divide evenly; `even`, all
+    do.
+    """
 
     TOKENS, LENGTH = 53, 10
 

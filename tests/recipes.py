@@ -1,8 +1,8 @@
-"""What a training run is made of, run three ways: sharded on ranks, in one process on the whole batch, and in one
-process that plays the ranks one after another.
+"""What a training run is made of, run three ways: sharded on ranks, in one process on the whole batch, and in
+one process that plays the ranks one after another.
 
-The third is the sharpest reference. It averages the ranks' gradients in rank order, as data-parallel training is
-defined to do, so a sharded run must not only come close to it: it must have its bits.
+The third is the sharpest reference. It averages the ranks' gradients in rank order, as data-parallel training
+is defined to do, so a sharded run must not only come close to it: it must have its bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ ROWS = 4  # of a micro-batch on one rank
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. Every field is something that a user writes in the loop; options of `shard` are not in here."""
+    """How to train. Every field is something that a user writes in the loop; options of `shard` are not in
+    here.
+    """
 
     model: str = "gpt"
     optimizer: str = "adamw"
@@ -197,7 +199,11 @@ def rank_by_rank(recipe: Recipe, world: int, precision: zs.Precision | None = No
             sums: list[Tensor | None] = [None] * len(pairs)
             for rank, batch in enumerate(batches):
                 for part in batch:
-                    part = part.to(getattr(torch, precision.compute)) if narrow and part.is_floating_point() else part
+                    part = (
+                        part.to(getattr(torch, precision.compute))
+                        if narrow and part.is_floating_point()
+                        else part
+                    )
                     loss = loss_of(recipe, model, part, step in recipe.infinite and rank == world - 1)
                     scale(loss).backward()
                     total += loss.item() / world
@@ -220,11 +226,17 @@ def _rounds(recipe: Recipe, step: int, world: int) -> Iterator[list[list[Tensor]
             yield [[batch] for batch in micro]
 
 
-def _add(sums: list[Tensor | None], pairs: list[tuple[Tensor, Tensor]], precision: zs.Precision | None) -> None:
+def _add(
+    sums: list[Tensor | None], pairs: list[tuple[Tensor, Tensor]], precision: zs.Precision | None
+) -> None:
     """One rank's gradients onto the sums, through the dtype that would have travelled."""
     for index, (home, leaf) in enumerate(pairs):
         if leaf.grad is not None:
-            wire = leaf.dtype if precision is None or leaf.dtype == home.dtype else getattr(torch, precision.wire)
+            wire = (
+                leaf.dtype
+                if precision is None or leaf.dtype == home.dtype
+                else getattr(torch, precision.wire)
+            )
             grad = leaf.grad.to(wire).float()
             before = sums[index]
             sums[index] = grad if before is None else before + grad

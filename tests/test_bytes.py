@@ -1,5 +1,5 @@
-"""Live bytes: what a rank holds after a step is what the design promises, by the library's own books, and by a
-walk over all tensors of the process that asks the library nothing.
+"""Live bytes: what a rank holds after a step is what the design promises, by the library's own books, and by
+a walk over all tensors of the process that asks the library nothing.
 
 Ψ is the number of parameters, N the number of ranks; AdamW keeps two moments. Bytes of a rank:
 
@@ -12,9 +12,10 @@ walk over all tensors of the process that asks the library nothing.
 
 (Gradients of fp16 land in fp32, because torch's GradScaler refuses fp16 ones.)
 
-Counted are parameters, gradients, master weights and moments. Gathered units and buckets come on top, and do not
-grow with the model: this one has many units, and buckets of one unit's size, so that the walk over all tensors, units
-and buckets included, stays within the same 2 %. Stage 0 keeps a whole wire besides, as DDP keeps its buckets.
+Counted are parameters, gradients, master weights and moments. Gathered units and buckets come on top, and do
+not grow with the model: this one has many units, and buckets of one unit's size, so that the walk over all
+tensors, units and buckets included, stays within the same 2 %. Stage 0 keeps a whole wire besides, as DDP
+keeps its buckets.
 """
 
 from __future__ import annotations
@@ -39,10 +40,18 @@ FORMS: dict[str | None, dict[int, tuple[int, int]]] = {
     "bfloat16": {1: (4, 12), 2: (2, 14), 3: (0, 16)},
     "float16": {1: (4, 16), 2: (2, 16), 3: (0, 18)},
 }
-CASES = [(p, stage, world) for p, forms in FORMS.items() for stage in forms for world in (2, 4) if (p, world) != ("float16", 4)]
+CASES = [
+    (p, stage, world)
+    for p, forms in FORMS.items()
+    for stage in forms
+    for world in (2, 4)
+    if (p, world) != ("float16", 4)
+]
 
 
-def tower(stage: int, precision: str | None, blocks: int) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
+def tower(
+    stage: int, precision: str | None, blocks: int
+) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
     model = models.Tower(WIDTH, blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     bucket = UNIT * (4 if precision is None else 2)
@@ -70,16 +79,21 @@ def test_live_bytes(precision: str | None, stage: int, world: int) -> None:
     for rank, one in enumerate(held):
         booked = sum(one["live"][kind] for kind in ("parameters", "gradients", "state"))
         assert_bytes(booked, expected, 0.02, f"the books of rank {rank}")
-    # A segment of shared memory is mapped by every rank and belongs to one: it is counted once for all of them.
+    # A segment of shared memory is mapped by every rank and belongs to one: it is counted once for all of
+    # them.
     segments = {inode: size for one in held for inode, size in one["shared"].items()}
     walked = (sum(one["private"] for one in held) + sum(segments.values())) / world
-    assert_bytes(walked, sum(sum(one["live"].values()) for one in held) / world, 0.01, "the walk against the books")
+    assert_bytes(
+        walked, sum(sum(one["live"].values()) for one in held) / world, 0.01, "the walk against the books"
+    )
     if stage > 0:
         assert_bytes(walked, expected, 0.02, "the walk over all tensors")
 
 
 def gathered_and_made(stage: int, blocks: int) -> tuple[int, int]:
-    """The most bytes of gathered units, and of tensors that the operations of one step made, after two others."""
+    """The most bytes of gathered units, and of tensors that the operations of one step made, after two
+    others.
+    """
     model, optimizer, run = tower(stage, None, blocks)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).backward()

@@ -25,15 +25,21 @@ def resident() -> int:
 
 def counts() -> dict[str, int]:
     gc.collect()
-    tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
     private, shared = tensor_bytes()
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     files = len(os.listdir("/proc/self/fd"))
-    return {"tensors": tensors, "bytes": private + sum(shared.values()), "files": files, "maps": maps, "resident": resident()}
+    return {
+        "tensors": tensors,
+        "bytes": private + sum(shared.values()),
+        "files": files,
+        "maps": maps,
+        "resident": resident(),
+    }
 
 
 def many_steps(stage: int, transport: str, steps: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Clipping, accumulation, evaluation and a scheduler in the loop: whatever could leave something behind."""
+    """Clipping, accumulation, evaluation and a scheduler in the loop: whatever may leave something."""
     model = models.build("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -66,11 +72,13 @@ def _repeat(what: Callable[[], None], times: int) -> None:
         what()
 
 
-@pytest.mark.parametrize(("stage", "transport"), [(0, "shm"), (1, "shm"), (2, "shm"), (3, "shm"), (3, "gloo")])
+@pytest.mark.parametrize(
+    ("stage", "transport"), [(0, "shm"), (1, "shm"), (2, "shm"), (3, "shm"), (3, "gloo")]
+)
 def test_no_growth(stage: int, transport: str) -> None:
     for before, after in ranks(2).run(many_steps, stage, transport, 500, timeout=120.0):
         growth = {key: after[key] - before[key] for key in before}
-        # Python's allocator and the caches of torch's dispatcher breathe a little; a leak of one gradient a step would be
-        # 500 tensors, and more than 2 MB.
+        # Python's allocator and the caches of torch's dispatcher breathe a little; a leak of one gradient a
+        # step would be 500 tensors, and more than 2 MB.
         assert growth.pop("resident") < 1 << 20
         assert growth == dict.fromkeys(growth, 0)

@@ -1,4 +1,5 @@
-"""Bytes sent: what a rank sends in a step is the closed form within 1 %, and the loopback interface saw the same.
+"""Bytes sent: what a rank sends in a step is the closed form within 1 %, and the loopback interface saw the
+same.
 
 Ψ parameters of b bytes on the wire, N ranks; every byte has N - 1 of N ranks to go to or to come from:
 
@@ -29,8 +30,12 @@ pytestmark = pytest.mark.ranks
 WIDTH, BLOCKS = 96, 12
 
 
-def send(options: dict[str, Any], accumulate: int, no_sync: bool, steps: int, width: int = WIDTH) -> dict[str, Any]:
-    """Bytes sent in `steps` steps after a first one, by kind, and what went over the loopback interface meanwhile."""
+def send(
+    options: dict[str, Any], accumulate: int, no_sync: bool, steps: int, width: int = WIDTH
+) -> dict[str, Any]:
+    """Bytes sent in `steps` steps after a first one, by kind, and what went over the loopback interface
+    meanwhile.
+    """
     model = models.Tower(width, BLOCKS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     run = zs.shard(model, optimizer, bucket_bytes="256KiB", **options)
@@ -53,18 +58,30 @@ def send(options: dict[str, Any], accumulate: int, no_sync: bool, steps: int, wi
     units = run.units
     last = list(units)[-1]
     run._runtime.transport.close()
-    return {"units": units, "kept": units["(root)"] + units[last], "sent": spent.sent, "received": spent.received,
-            "steps": spent.steps, "lo": stop - start}  # fmt: skip
+    return {
+        "units": units,
+        "kept": units["(root)"] + units[last],
+        "sent": spent.sent,
+        "received": spent.received,
+        "steps": spent.steps,
+        "lo": stop - start,
+    }
 
 
 def loopback() -> int:
     """Bytes that the loopback interface has sent since the machine started."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    line = next(
+        line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
+    )
     return int(line.split(":")[1].split()[8])
 
 
-def closed_form(told: dict[str, Any], stage: int, world: int, passes: int = 1, reductions: int = 1) -> dict[str, float]:
-    """Elements that a rank sends in a step, by kind. `passes` forward and backward passes, `reductions` of them reduced."""
+def closed_form(
+    told: dict[str, Any], stage: int, world: int, passes: int = 1, reductions: int = 1
+) -> dict[str, float]:
+    """Elements that a rank sends in a step, by kind. `passes` forward and backward passes, `reductions` of
+    them reduced.
+    """
     size, kept, share = sum(told["units"].values()), told["kept"], (world - 1) / world
     if stage == 0:
         return {"reduce": 2 * reductions * size * share}
@@ -84,7 +101,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("options", "world", "itemsize", "accumulate", "no_sync"), CASES)
-def test_closed_form(options: dict[str, Any], world: int, itemsize: int, accumulate: int, no_sync: bool) -> None:
+def test_closed_form(
+    options: dict[str, Any], world: int, itemsize: int, accumulate: int, no_sync: bool
+) -> None:
     steps = 2
     everyone = ranks(world).run(send, options, accumulate, no_sync, steps)
     form = closed_form(everyone[0], options["stage"], world, accumulate, 1 if no_sync else accumulate)
@@ -100,8 +119,9 @@ def test_closed_form(options: dict[str, Any], world: int, itemsize: int, accumul
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_loopback_interface_saw_the_same(stage: int) -> None:
-    """Headers, acknowledgements and small agreements cost up to 3 %. Others may use the interface too, which can only
-    add: the smallest of several counts is the best one."""
+    """Headers, acknowledgements and small agreements cost up to 3 %. Others may use the interface too, which
+    can only add: the smallest of several counts is the best one.
+    """
     counts = []
     for _ in range(6):
         everyone = ranks(2).run(send, {"stage": stage, "transport": "gloo"}, 1, False, 3, 512)

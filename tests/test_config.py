@@ -1,4 +1,6 @@
-"""Options: what is accepted is normalised, what is not says why and what to write, and each says what it does to numbers."""
+"""Options: what is accepted is normalised, what is not says why and what to write, and each says what it does
+to numbers.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ def test_sizes(text: int | str, number: int) -> None:
     assert parse_bytes(text, "bucket_bytes") == number
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "25 MiBs", "1,5GB", "-3", "1e6", "5i", "5iB", "5PB", 2.5, None, True, b"1"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "25 MiBs", "1,5GB", "-3", "1e6", "5i", "5iB", "5PB", 2.5, None, True, b"1"]
+)
 def test_what_is_not_a_size(text: object) -> None:
-    with pytest.raises(zs.OptionError, match=r"bucket_bytes=.* is not a size\. Write bytes as an int, or a text such as"):
+    with pytest.raises(
+        zs.OptionError, match=r"bucket_bytes=.* is not a size\. Write bytes as an int, or a text such as"
+    ):
         parse_bytes(text, "bucket_bytes")  # type: ignore[arg-type]
 
 
@@ -47,7 +53,14 @@ def test_sizes_must_be_above_zero(text: int | str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (25 * 2**20, "25.0 MiB"), (3 * 2**40, "3.0 TiB"), (2**52, "4096.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (25 * 2**20, "25.0 MiB"),
+        (3 * 2**40, "3.0 TiB"),
+        (2**52, "4096.0 TiB"),
+    ],
 )
 def test_bytes_for_people(number: float, text: str) -> None:
     assert show_bytes(number) == text
@@ -60,19 +73,31 @@ def test_nearest_word() -> None:
 
 @pytest.mark.parametrize("value", [5, "", ("a", ""), ("a", 3), None])
 def test_what_is_not_a_pattern(value: object) -> None:
-    with pytest.raises(zs.OptionError, match=r"units=.* must be a name pattern such as \"blocks\.\*\", or several"):
+    with pytest.raises(
+        zs.OptionError, match=r"units=.* must be a name pattern such as \"blocks\.\*\", or several"
+    ):
         patterns(value, "units")  # type: ignore[arg-type]
 
 
 def test_defaults() -> None:
     options = Options.of({})
-    assert (options.stage, options.precision, options.units, options.bucket_bytes) == (3, None, "auto", 25 * 2**20)
+    assert (options.stage, options.precision, options.units, options.bucket_bytes) == (
+        3,
+        None,
+        "auto",
+        25 * 2**20,
+    )
     assert (options.shards_state, options.shards_grads, options.shards_params) == (True, True, True)
 
 
 @pytest.mark.parametrize(
     ("stage", "sharded"),
-    [(0, (False, False, False)), (1, (True, False, False)), (2, (True, True, False)), (3, (True, True, True))],
+    [
+        (0, (False, False, False)),
+        (1, (True, False, False)),
+        (2, (True, True, False)),
+        (3, (True, True, True)),
+    ],
 )
 def test_a_stage_is_three_booleans(stage: int, sharded: tuple[bool, bool, bool]) -> None:
     options = Options.of({"stage": stage})
@@ -148,7 +173,10 @@ def test_full_precision_by_name_is_no_precision() -> None:
     [
         ({"compute": "int4"}, r"Precision\.compute='int4' is not a floating dtype"),
         ({"reduce": "fp8"}, r"Precision\.reduce='fp8' is not a floating dtype"),
-        ({"compute": "float32", "master": "bf16"}, r"a bfloat16 master cannot hold float32 weights; swap the two"),
+        (
+            {"compute": "float32", "master": "bf16"},
+            r"a bfloat16 master cannot hold float32 weights; swap the two",
+        ),
         ({"keep": ("",)}, r"Precision\.keep=.* must be a name pattern"),
     ],
 )

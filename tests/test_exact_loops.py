@@ -1,5 +1,7 @@
-"""What users write around a step does not change the numbers, alone or in pairs: accumulation, clipping, recomputation,
-schedulers, gradient scaling; and neither does the transport, the size of buckets, nor the choice of units."""
+"""What users write around a step does not change the numbers, alone or in pairs: accumulation, clipping,
+recomputation, schedulers, gradient scaling; and neither does the transport, the size of buckets, nor the
+choice of units.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ STAGES = (0, 1, 2, 3)
 def assert_exact(world: int, recipe: Recipe, by_hand: Trained | None = None, **options: object) -> None:
     """The recipe at every stage: the bits of plain PyTorch, and the losses of one process on the whole batch.
 
-    The norm of a clipped gradient is added up row by row at stages 1 to 3 and tensor by tensor in plain PyTorch, so
-    there clipping agrees to 1e-6 with plain PyTorch, and to the bit between those stages.
+    The norm of a clipped gradient is added up row by row at stages 1 to 3 and tensor by tensor in plain
+    PyTorch, so there clipping agrees to 1e-6 with plain PyTorch, and to the bit between those stages.
     """
     by_hand = by_hand or rank_by_rank_once(recipe, world)
     one_process = whole_batch_once(recipe, world)
@@ -100,12 +102,16 @@ def test_checkpointing_inside_of_recomputation(kind: models.Checkpointing) -> No
     assert_exact(2, recipe, recompute=True)
 
 
-PAIRS = list(product((Recipe(), Recipe(accumulate=3), Recipe(accumulate=3, no_sync=True)), (None, 0.2), (False, True)))
+PAIRS = list(
+    product((Recipe(), Recipe(accumulate=3), Recipe(accumulate=3, no_sync=True)), (None, 0.2), (False, True))
+)
 
 
 @pytest.mark.parametrize(("recipe", "clip", "recompute"), PAIRS)
 def test_pairs(recipe: Recipe, clip: float | None, recompute: bool) -> None:
-    """Accumulation (none, reduced each time, without synchronisation) × clipping × recomputation, at all stages."""
+    """Accumulation (none, reduced each time, without synchronisation) × clipping × recomputation, at all
+    stages.
+    """
     recipe = replace(recipe, clip=clip, steps=6)
     assert_exact(2, recipe, rank_by_rank_once(recipe, 2), recompute=recompute)
 
@@ -125,7 +131,9 @@ def test_scheduler(when: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw fused", "sgd", "muon"])
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_grad_scaler_with_an_infinity_on_one_rank(optimizer: str, clip: float | None) -> None:
-    """The last rank's gradient overflows, in a row that the first rank owns: every rank must skip those steps."""
+    """The last rank's gradient overflows, in a row that the first rank owns: every rank must skip those
+    steps.
+    """
     recipe = Recipe("mlp", optimizer, scaled=True, infinite=(9, 10, 15), clip=clip)
     by_hand = rank_by_rank_once(recipe, 2)
     assert min(by_hand.scales) < 1024 < max(by_hand.scales), "the scale neither fell nor grew"

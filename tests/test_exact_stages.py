@@ -1,5 +1,6 @@
-"""Every stage gives the numbers of plain PyTorch: the same bits as data-parallel training done by hand in one process,
-and the losses of one process that has the whole batch."""
+"""Every stage gives the numbers of plain PyTorch: the same bits as data-parallel training done by hand in one
+process, and the losses of one process that has the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from zeroshard.testing import assert_losses, assert_same_bits, ulps
 
 STAGES = (0, 1, 2, 3)
-# torch's Muon orthogonalises in bf16, where a gradient's last bit may flip a rounding: one process on the whole batch
-# differs from itself by as much when it only adds the same gradients in another order.
+# torch's Muon orthogonalises in bf16, where a gradient's last bit may flip a rounding: one process on the
+# whole batch differs from itself by as much when it only adds the same gradients in another order.
 LOSSES = {"muon": 1e-3}
 
 OTHERS = ("adamw foreach", "sgd", "adam", "adafactor", "muon", "rmsprop")
@@ -36,11 +37,11 @@ def test_every_stage_has_the_bits_of_plain_pytorch(optimizer: str, model: str, w
     assert one_process.losses[-1] < one_process.losses[0], "the run learnt nothing, so it proves little"
 
 
-# [Note: torch's fused tail] `AdamW(fused=True)` updates whole vectors of 8 or 16 numbers with one code and what is left
-# at a tensor's end with another, which rounds the second moment otherwise. Rows end elsewhere than the tensor does, so
-# where rows are no multiple of the vector, sharded and whole updates may differ in the last bit: at any stage, in
-# ZeroShard or without it. The next three tests name and bound that: it is torch's own; it is one ulp a step; and the
-# stages that all have rows (1, 2, 3) do not differ at all.
+# [Note: torch's fused tail] `AdamW(fused=True)` updates whole vectors of 8 or 16 numbers with one code and
+# what is left at a tensor's end with another, which rounds the second moment otherwise. Rows end elsewhere
+# than the tensor does, so where rows are no multiple of the vector, sharded and whole updates may differ in
+# the last bit: at any stage, in ZeroShard or without it. The next three tests name and bound that: it is
+# torch's own; it is one ulp a step; and the stages that all have rows (1, 2, 3) do not differ at all.
 
 
 def test_the_fused_tail_is_torchs_own() -> None:
@@ -91,7 +92,7 @@ def test_fused_on_odd_rows(model: str, world: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model", "world"), [("gpt", 2), ("mlp", 4)])
 def test_fused_on_odd_rows_is_one_ulp_a_step(model: str, world: int) -> None:
-    """From equal weights, one step: no further apart than one ulp of the larger of the weight and the step."""
+    """From equal weights, one step: at most one ulp of the larger of weight and step apart."""
     recipe = Recipe(model, "adamw fused", steps=1)
     whole, rows = (on_ranks(world, recipe, stage=stage)[0].weights for stage in (0, 3))
     for name, value in whole.items():

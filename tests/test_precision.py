@@ -1,8 +1,9 @@
-"""16-bit compute with an fp32 master: the bits of plain PyTorch done by hand, stage by stage; close to one process.
+"""16-bit compute with an fp32 master: the bits of plain PyTorch done by hand, stage by stage; close to one
+process.
 
-Tolerances, relative, on every loss of 20 steps: 2 % against fp32, 0.5 % against one process in the same precision on the
-whole batch. 16-bit weights round to 2^-9 (bf16) or 2^-12 (fp16); a whole batch rounds its gradient once and ranks round
-each their share.
+Tolerances, relative, on every loss of 20 steps: 2 % against fp32, 0.5 % against one process in the same
+precision on the whole batch. 16-bit weights round to 2^-9 (bf16) or 2^-12 (fp16); a whole batch rounds its
+gradient once and ranks round each their share.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BF16, FP16 = zs.Precision("bfloat16"), zs.Precision("float16")
 
 
 def one_process(recipe: Recipe, dtype: torch.dtype, world: int) -> Trained:
-    """Mixed precision as one writes it in plain PyTorch: 16-bit weights to compute with, fp32 ones to update."""
+    """Mixed precision as one writes it in plain PyTorch: 16-bit weights compute, fp32 ones are updated."""
     master, model = models.build(recipe.model), models.build(recipe.model).to(dtype)
     loop = Loop(recipe, master, optimizers(recipe.optimizer, master))
 
@@ -75,7 +76,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "precision", "world"), CASES)
-def test_every_stage_has_the_bits_of_plain_pytorch(recipe: Recipe, precision: zs.Precision, world: int) -> None:
+def test_every_stage_has_the_bits_of_plain_pytorch(
+    recipe: Recipe, precision: zs.Precision, world: int
+) -> None:
     by_hand = rank_by_rank(recipe, world, precision)
     for stage in STAGES:
         trained = on_ranks(world, recipe, stage=stage, precision=precision)
@@ -114,17 +117,21 @@ def test_short_names(name: str, precision: zs.Precision | None) -> None:
 
 
 def dtypes(precision: zs.Precision) -> dict[str, tuple[str, str, str]]:
-    """Per parameter the dtype of the home, of the weight that its module computes with, and of the gradient."""
+    """Per parameter the dtype of the home, of what its module computes with, and of the gradient."""
     model = models.build("gpt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = zs.shard(model, optimizer, stage=3, precision=precision)
     seen: dict[str, torch.dtype] = {}
     for path, module in model.named_modules():
         module.register_forward_pre_hook(
-            lambda m, _, path=path: seen.update({f"{path}.{n}": p.dtype for n, p in m._parameters.items() if p is not None})
+            lambda m, _, path=path: seen.update(
+                {f"{path}.{n}": p.dtype for n, p in m._parameters.items() if p is not None}
+            )
         )
     model(models.GPT.batch(2, 0)).backward()
-    result = {n: (str(p.dtype), str(seen[n]), str(p.grad.dtype)) for n, p in model.named_parameters() if n in seen}
+    result = {
+        n: (str(p.dtype), str(seen[n]), str(p.grad.dtype)) for n, p in model.named_parameters() if n in seen
+    }
     run._runtime.transport.close()
     return {name: tuple(t.removeprefix("torch.") for t in triple) for name, triple in result.items()}  # type: ignore[misc]
 

@@ -24,7 +24,9 @@ def tensor_bytes() -> tuple[int, dict[int, int]]:
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and not thing.is_meta:
+        # By type: `isinstance` would ask strange objects for their class, and some of torch's warn when
+        # asked.
+        if issubclass(type(thing), Tensor) and not thing.is_meta:
             storage = _storage(thing)
             storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
     storages = _outermost(storages)
