@@ -126,7 +126,10 @@ class Builder:
                 if local[index].data_ptr() != compute[index].data_ptr():
                     local[index].copy_(rows)
                 if tenant.name in remainders:
-                    remainders[tenant.name].copy_(split(rows.float().cpu().reshape(-1))[1])
+                    # The weight too: where a value lies half way between two of bf16, `split` does not round as `copy_` does.
+                    weight, remainder = split(rows.float().cpu().reshape(-1))
+                    compute[index].copy_(weight.view(compute[index].shape))
+                    remainders[tenant.name].copy_(remainder)
             leaf = leaf_of(full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad)
             home = make_home(tenant, slot, local[index], self.faces)
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))

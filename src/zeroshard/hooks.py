@@ -177,19 +177,24 @@ class Hooks:
             before = optimizer.__dict__.get(name)
             setattr(optimizer, name, MethodType(function, optimizer))
             self._undo.append(partial(_put_back, optimizer, name, before))
+
         def shown(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             if runtime.host is not None:
                 runtime.host.show_decoded(optimizer, state)
             return show_state(update, state)
 
+        given: list[dict[str, Any]] = []
+
         def taken(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            runtime.settle_host()
             runtime.before_change()
-            return take_state(update, state)
+            given[:] = [take_state(update, state)]
+            return given[0]
 
         self._keep(optimizer.register_state_dict_pre_hook(lambda _: runtime.settle_host()))
         self._keep(optimizer.register_state_dict_post_hook(shown))
         self._keep(optimizer.register_load_state_dict_pre_hook(taken))
-        self._keep(optimizer.register_load_state_dict_post_hook(runtime.take_loaded))
+        self._keep(optimizer.register_load_state_dict_post_hook(lambda _: runtime.take_loaded(optimizer, given.pop())))
 
     # ------------------------------------------------------------------ what users must not do, or what needs help
 

@@ -503,8 +503,15 @@ def _take_back_adam(state: AdamRows, w: Tensor, g: Tensor, step: AdamStep, rows:
     if n.step == 1:  # exactly, where the difference of two large numbers would leave a rest
         state.exp_avg[rows] = state.exp_avg_sq[rows] = 0.0
         return
-    state.exp_avg[rows] = ((m - n.lerp * g) / (1.0 - n.lerp)).float()
-    state.exp_avg_sq[rows] = ((v - n.gain2 * g * g) / n.beta2).clamp_(min=0.0).float()
+    rest = m - n.lerp * g
+    rest[rest.abs() <= 2.0**-23 * m.abs()] = 0.0  # a mean of zero, but for the rounding of the update
+    mean, square = rest / (1.0 - n.lerp), ((v - n.gain2 * g * g) / n.beta2).clamp_(min=0.0)
+    # Next to a large gradient a small square is lost, and a mean over no square would be a huge step. By Cauchy and Schwarz no square
+    # is smaller than this share of the mean's.
+    decay = (1.0 - n.lerp) ** 2 / n.beta2 if n.beta2 > 0.0 else 1.0
+    if decay < 1.0:
+        square = torch.maximum(square, mean.square() * (n.gain2 * (1.0 - decay) / n.lerp**2))
+    state.exp_avg[rows], state.exp_avg_sq[rows] = mean.float(), square.float()
 
 
 def _take_back_sgd(state: SgdRows, w: Tensor, g: Tensor, step: SgdStep, rows: slice) -> None:

@@ -153,12 +153,18 @@ class Host:
         return [part for part in self.parts if self._optimizer_of[id(part)] is optimizer]
 
     @torch.no_grad()
-    def take_loaded(self, optimizer: Optimizer) -> None:
-        """After `optimizer.load_state_dict()`: torch has put new tensors and new groups in the optimizer; the host takes them over."""
+    def take_loaded(self, optimizer: Optimizer, given: dict[str, Any]) -> None:
+        """After `optimizer.load_state_dict(given)`: torch has put new groups and tensors in the optimizer; the host takes them over.
+
+        From what was given: torch has cast its own copy to the dtype of the homes, and that of a split master is bf16.
+        """
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        keys = [key for group in given["param_groups"] for key in group["params"]]
+        homes = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {id(home): given["state"].get(key, {}) for key, home in zip(keys, homes, strict=True)}
         for part in self.parts_of(optimizer):
             part.group = group_of[id(part.params[0].home)]
-            part.load([optimizer.state.get(param.home, {}) for param in part.params])
+            part.load([states[id(param.home)] for param in part.params])
             for index, param in enumerate(part.params):
                 optimizer.state[param.home] = part.shown(index)
 

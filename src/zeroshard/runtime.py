@@ -323,7 +323,6 @@ class Runtime:
         limit = self.options.clip_norm
         if limit is None or self._settled:
             return
-        self._settled = True
         grads = [(p, Faces.local(p.home.grad)) for p in self.params if p.home.grad is not None]
         scale = 1.0
         if math.isfinite(limit):
@@ -333,6 +332,7 @@ class Runtime:
             self._host_updates.commit(self.norm, scale)
         if scale < 1.0 and grads:
             torch._foreach_mul_([grad for _, grad in grads], scale)
+        self._settled = True
 
     def _global_norm(self, grads: list[tuple[Param, Tensor]]) -> float:
         """Every row is counted once: by its owner, or where all ranks hold it, by rank 0."""
@@ -413,11 +413,10 @@ class Runtime:
         """Steps by how the host's updates ran."""
         return dict(self._host_updates.counts) if self._host_updates is not None else {}
 
-    def take_loaded(self, optimizer: Optimizer) -> None:
-        """After `optimizer.load_state_dict()`."""
+    def take_loaded(self, optimizer: Optimizer, given: dict[str, Any]) -> None:
+        """After `optimizer.load_state_dict(given)`."""
         if self.host is not None:
-            self.settle_host()
-            self.host.take_loaded(optimizer)
+            self.host.take_loaded(optimizer, given)
 
     def settle_host(self) -> None:
         """Wait until the host has done all it was asked to."""
