@@ -37,7 +37,8 @@ class Keeper:
     def save(self, path: Path, company: Company, keep: int | None, background: bool) -> Saved | PendingSave:
         self.finish()  # the ranks talk about one save at a time
         runtime, saver = self.runtime, self._saver
-        snapshot = snapshot_of(runtime, self.model, company, saver.peers, background)
+        what = f"saving to {os.path.abspath(path)}"
+        snapshot = snapshot_of(runtime, self.model, company, saver.peers, what, background)
         # Forward and backward change no master and no moment, so the copy can be made beside them; but host
         # updates begin in backward.
         lazy = runtime.host is None or not runtime.host.parts
@@ -49,7 +50,7 @@ class Keeper:
     def load(self, path: Path, company: Company, strict: bool) -> dict[str, Any]:
         self.finish()
         runtime, peers = self.runtime, self._saver.peers
-        refuse_untimely("load", peers.exchange(untimely(runtime), "looking at where to load"))
+        refuse_untimely("load", peers.exchange(untimely(runtime), f"loading {os.path.abspath(path)}"))
         try:
             manifest = read_manifest(os.path.abspath(path))
         except (CheckpointError, OSError):

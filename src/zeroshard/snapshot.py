@@ -167,14 +167,13 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def snapshot_of(
-    runtime: Runtime, model: nn.Module, company: Company, peers: Peers, background: bool = False
+    runtime: Runtime, model: nn.Module, company: Company, peers: Peers, what: str, background: bool = False
 ) -> Snapshot:
-    """All that this rank wants saved. Every rank calls it; where the moment is wrong, all of them raise."""
+    """All that this rank wants saved. Every rank calls it for the same `what`; where the moment is wrong, all
+    of them raise."""
     rank = runtime.transport.rank
     seats = list(seats_of(runtime))
-    answers = together(
-        peers, "looking at what to save", lambda: [untimely(runtime), pack(_plain_state(seats))[0]]
-    )
+    answers = together(peers, what, lambda: [untimely(runtime), pack(_plain_state(seats))[0]])
     refuse_untimely("save", [problem for problem, _ in answers])
     runtime.settle_host()
     held = [parameter_held(p, rank) for p in runtime.params]
