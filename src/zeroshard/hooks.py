@@ -66,7 +66,8 @@ class Hooks:
         that are always whole need no such call in backward, and blocks are entered through their `forward`.
         """
         modules = {id(unit.module): unit.module}
-        if unit.sharded or not unit.name:
+        contains = type(unit.module).forward is nn.Module.forward  # it has no forward: its layers are called from outside
+        if unit.sharded or contains or not unit.name:
             modules |= {id(pl.module): pl.module for p in unit.params for pl in p.places}
         runtime = self.runtime
 
@@ -107,6 +108,9 @@ class Hooks:
                 live.arrived(where, which)
 
         self._keep(param.leaf.register_post_accumulate_grad_hook(arrived))
+        if self.runtime.transport.size > 1 and self.runtime.faces.mesh is None:
+            # Otherwise homes are DTensors, which say themselves that they do not compute with plain tensors.
+            self._keep(param.home.register_post_accumulate_grad_hook(partial(_refuse_bypass, its_unit, param.name)))
 
     def _on_root(self) -> None:
         """At the root: cast the inputs, keep buffers in step, and notice a coming backward."""
@@ -225,6 +229,16 @@ class Hooks:
         self._keep(model.register_state_dict_pre_hook(lambda *_: runtime.settle_host()))
         self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
+
+
+def _refuse_bypass(unit: ref[LiveUnit], name: str, home: Tensor) -> None:
+    """A home gets a gradient of its own by a penalty on the weights, which is fine, or because its unit was bypassed."""
+    live = unit()
+    if live is not None and not live.entered:
+        raise StateError(
+            f"`{name}` was used without calling its unit `{live.label}`, so its gradient would not be reduced. Call the unit "
+            'itself, or name what you call: shard(..., units=...), or units="none".'
+        )
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

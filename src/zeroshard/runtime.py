@@ -44,6 +44,7 @@ class LiveUnit:
         self.bundles = list(bundles)
         self.params = [p for b in self.bundles for p in b.params]
         self.depth = 0  # entries that have not been left
+        self.entered = False  # at any time
         self.trainable = sum(p.trainable for p in self.params)
         self.expected = self.trainable  # gradients that have yet to arrive in this backward
         self.sharded = any(not b.resident for b in self.bundles)
@@ -112,6 +113,7 @@ class Runtime:
                 self._wake()
             self._bring(unit)
             self._active += 1
+            unit.entered = True
             if self._task is None:
                 unit.follow_homes()
                 unit.stand_leaves()
