@@ -118,11 +118,15 @@ def first(path: Path, recipe: Recipe, options: dict[str, Any], background: bool 
     return cut.end({"bytes": saved.bytes})
 
 
-def second(path: Path, recipe: Recipe, options: dict[str, Any], strict: bool = True) -> Half:
-    """A fresh run that goes on from the checkpoint."""
+def second(
+    path: Path, recipe: Recipe, options: dict[str, Any], strict: bool = True, again: Path | None = None
+) -> Half:
+    """A fresh run that goes on from the checkpoint, and first saves it again where it is asked to."""
     cut = Cut(recipe, options)
     seed(99)
     extra = cut.run.load(path, strict=strict, **cut.company)
+    if again is not None:
+        cut.run.save(again, **cut.company)
     cut.note()
     cut.train(HALF, 2 * HALF)
     return cut.end(extra)
