@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported, which reads it once. Sums are split among threads, so what is compared bit for bit, a rank
+# and a plain process, needs the same number; and ranks beside one another have no use for more.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Fast first: what fails early fails cheaply.
 LAYERS = ("pure", "threads", "ranks", "cuda")
 # Servants of Python and of torch.compile. They end with the process that started them, and live until then.
