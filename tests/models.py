@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Checkpointing = Literal["", "reentrant", "plain"]
+_one_at_a_time = threading.Lock()
 
 
 class Attention(nn.Module):
@@ -134,7 +136,7 @@ class Residual(nn.Module):
 
 
 def build(name: str, checkpointing: Checkpointing = "") -> GPT | MLP:
-    """A model with the same values everywhere."""
-    with torch.random.fork_rng(devices=[]):
+    """A model with the same values everywhere, also on ranks that are threads and share the random numbers."""
+    with _one_at_a_time, torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
         return MLP() if name == "mlp" else GPT(even=name == "even gpt", checkpointing=checkpointing)
