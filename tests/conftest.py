@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported, which reads it once. Sums are split among threads, so what is compared bit for bit, a rank
-# and a plain process, needs the same number; and ranks beside one another have no use for more.
+# Before torch is imported, which reads it once. Sums are split among threads, so what is compared bit for
+# bit, a rank and a plain process, needs the same number; and ranks beside one another have no use for more.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Fast first: what fails early fails cheaply.
