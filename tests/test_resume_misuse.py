@@ -233,3 +233,48 @@ def save_apart(folder: Path) -> str:
 def test_ranks_that_save_to_different_paths_are_told(tmp_path: Path) -> None:
     for text in ranks(2).run(save_apart, tmp_path):
         assert f"rank 0: saving to {tmp_path}/of-0; rank 1: saving to {tmp_path}/of-1" in text
+
+
+def own_buffers(folder: Path, buffers: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's batch statistics when saved, and after a load into a fresh run."""
+    seen = []
+    for number in range(2):
+        model, optimizer, run = made(stage=2 + number, buffers=buffers)
+        if number:
+            run.load(folder)
+        else:
+            step(model, optimizer, seed=run.rank)
+            run.save(folder)
+        seen.append(model.layers[1].running_mean.clone())
+        run.close()
+    return seen[0], seen[1]
+
+
+@pytest.mark.ranks
+def test_batch_statistics_are_each_ranks_own_or_those_of_rank_0(tmp_path: Path) -> None:
+    for rank, (saved, loaded) in enumerate(ranks(2).run(own_buffers, tmp_path / "local", "local")):
+        assert torch.equal(saved, loaded), rank
+    (first, _), (_, second) = ranks(2).run(own_buffers, tmp_path / "broadcast", "broadcast")
+    assert torch.equal(first, second)
+
+
+def load_and_train(path: Path) -> str:
+    """The text of a refused load; the run must be as good as before it."""
+    model, optimizer, run = made(stage=3)
+    try:
+        run.load(path)
+    except zs.CheckpointError as error:
+        step(model, optimizer)
+        run.close()
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_all_ranks_refuse_a_checkpoint_with_one_text_and_train_on(tmp_path: Path) -> None:
+    _, _, run = made(width=5)
+    run.save(tmp_path / "other")
+    run.close()
+    first, second = ranks(2).run(load_and_train, tmp_path / "other")
+    assert first == second
+    assert "is not a checkpoint of this model and optimizer" in first
