@@ -338,6 +338,9 @@ class HostUpdates:
         share = min(SHARE, max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK))
         shares = [(run, at, min(at + share, run.stop)) for run in staged.job.runs for at in range(run.start, run.stop, share)]
         self._busy.acquire()
+        if not shares:  # this rank has no rows of any of them
+            self._finish(staged, weight)
+            return
         left = _Countdown(len(shares), partial(self._finish, staged, weight))
         for run, start, stop in shares:
             state = part.share(start, stop)

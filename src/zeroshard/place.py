@@ -152,6 +152,10 @@ class Host:
     def parts_of(self, optimizer: Optimizer) -> list[Part]:
         return [part for part in self.parts if self._optimizer_of[id(part)] is optimizer]
 
+    def shown_bytes(self) -> int:
+        """Bytes of the parts' state that `optimizer.state` shows."""
+        return sum(t.nbytes for part in self.parts for i in range(len(part.params)) for t in part.shown(i).values() if t.dim())
+
     @torch.no_grad()
     def take_loaded(self, optimizer: Optimizer, given: dict[str, Any]) -> None:
         """After `optimizer.load_state_dict(given)`: torch has put new groups and tensors in the optimizer; the host takes them over.
