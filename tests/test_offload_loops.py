@@ -160,7 +160,7 @@ def test_a_rate_changed_between_backward_and_step() -> None:
     run = zs.shard(model, optimizer, offload=HOST, clip_norm=math.inf)
     model(batch(0, 0)).backward()
     optimizer.param_groups[0]["lr"] = 1e-4
-    with pytest.raises(StateError, match=r"hyperparameters of `.*` changed between backward and optimizer\.step"):
+    with pytest.raises(StateError, match=r"hyperparameters of `.*` changed between backward and "):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.step()
@@ -285,9 +285,8 @@ def test_state_dicts_carry_a_run_on(precision: str | None, master: Any, moments:
 
 
 def test_zero_grad_before_the_step_takes_the_update_back() -> None:
-    """A loop that skips a step: that backward leaves nothing but the rounding of the inverse formula. Where an
-    element's gradient was hundreds of times its usual size, fp32 has lost part of the square before: there it is
-    up to 2 % of a step."""
+    """A loop that skips a step: that backward leaves nothing but the rounding of the inverse formula. Where a
+    gradient was hundreds of times its usual size, fp32 has lost part of the square: up to 2 % of a step."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run = zs.shard(model, optimizer, offload=HOST, clip_norm=4.0)

@@ -260,8 +260,11 @@ class Run:
         counters = runtime.transport.counters.snapshot()
         state = sum(update.state_bytes() for update in runtime.updates)
         live, peak = dict(runtime.ledger.live), dict(runtime.ledger.peak)
-        live["state"] += state
-        peak["state"] += state
+        # On the host, what the overlapped update works on is booked already; the rest is the optimizer's own.
+        hosted = runtime.host is not None and runtime.host.offload.optimizer == "host"
+        kind, more = ("host", state - runtime.host.shown_bytes()) if runtime.host is not None and hosted else ("state", state)
+        live[kind] += more
+        peak[kind] += more
         if self.size == 1:
             grads = sum(p.home.grad.nbytes for p in runtime.params if p.home.grad is not None)
             live["gradients"] += grads
