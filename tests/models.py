@@ -136,7 +136,7 @@ class Residual(nn.Module):
 
 
 def build(name: str, checkpointing: Checkpointing = "") -> GPT | MLP:
-    """A model with the same values everywhere, also on ranks that are threads and share the random numbers."""
+    """A model with the same values everywhere, also on threads, which share the random numbers."""
     with _one_at_a_time, torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
         return MLP() if name == "mlp" else GPT(even=name == "even gpt", checkpointing=checkpointing)

@@ -61,7 +61,7 @@ def tower(
 def hold(stage: int, precision: str | None) -> dict[str, Any]:
     """Two steps of a large model; what is alive afterwards."""
     before, _ = tensor_bytes()
-    model, optimizer, run = tower(stage, precision, blocks=60 * dist.get_world_size())
+    model, optimizer, run = tower(stage, precision, blocks=75 * dist.get_world_size())
     for _ in range(2):
         model(torch.ones(2, WIDTH)).backward()
         optimizer.step()

@@ -119,15 +119,15 @@ def test_closed_form(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_loopback_interface_saw_the_same(stage: int) -> None:
-    """Headers, acknowledgements and small agreements cost up to 3 %. Others may use the interface too, which
-    can only add: the smallest of several counts is the best one.
+    """Headers, acknowledgements and small agreements may cost 1 % (measured: 0.2 %). Others may use the
+    interface too, which can only add: the smallest of several counts is the best one.
     """
     counts = []
     for _ in range(6):
         everyone = ranks(2).run(send, {"stage": stage, "transport": "gloo"}, 1, False, 3, 512)
         sent = sum(sum(told["sent"].values()) for told in everyone)
         counts.append(min(told["lo"] for told in everyone) / sent)
-        if 1.0 <= counts[-1] <= 1.03:
+        if 1.0 <= counts[-1] <= 1.01:
             break
         time.sleep(0.5)
-    assert 1.0 <= min(counts) <= 1.03, counts
+    assert 1.0 <= min(counts) <= 1.01, counts

@@ -1,9 +1,9 @@
 """16-bit compute with an fp32 master: the bits of plain PyTorch done by hand, stage by stage; close to one
 process.
 
-Tolerances, relative, on every loss of 20 steps: 2 % against fp32, 0.5 % against one process in the same
-precision on the whole batch. 16-bit weights round to 2^-9 (bf16) or 2^-12 (fp16); a whole batch rounds its
-gradient once and ranks round each their share.
+Tolerances, relative, on every loss of 20 steps: 2e-3 against fp32 (measured 2.3e-4 in bf16, 1e-4 in fp16),
+1e-3 against one process in the same precision on the whole batch (measured 1.4e-4 and 3e-5). 16-bit weights
+round to 2^-9 (bf16) or 2^-12 (fp16); one process rounds its gradient once, ranks round each their share.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def test_every_stage_has_the_bits_of_plain_pytorch(
 def test_close_to_one_process(recipe: Recipe, precision: zs.Precision, world: int) -> None:
     losses = mean_losses(on_ranks(world, recipe, stage=3, precision=precision))
     plain = one_process(recipe, getattr(torch, precision.compute), world)
-    assert_losses(losses, plain.losses, 5e-3)
-    assert_losses(losses, whole_batch_once(recipe, world).losses, 2e-2)
+    assert_losses(losses, plain.losses, 1e-3)
+    assert_losses(losses, whole_batch_once(recipe, world).losses, 2e-3)
     assert on_ranks(world, recipe, stage=3, precision=precision)[0].scales == plain.scales
 
 
