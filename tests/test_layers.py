@@ -16,9 +16,9 @@ PACKAGE = ROOT / "src" / "zeroshard"
 # `__init__` is the public face: what stands below it in this table sees ZeroShard as a user does.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "layout", "memory", "plan", "codec", "stats", "pool", "units"),
+    ("config", "layout", "shapes", "memory", "timeline", "plan", "codec", "stats", "pool", "units"),
     ("native",),
-    ("machine", "planner"),
+    ("machine", "planner", "trace"),
     ("tier",),
     ("comm",),
     ("shard", "agree"),
@@ -26,7 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("host", "state"),
     ("place",),
     ("runtime",),
-    ("build", "hooks", "checkpoint"),
+    ("build", "hooks", "checkpoint", "planning"),
     ("snapshot", "resume", "keeper"),
     ("launch",),
     ("api",),
@@ -39,7 +39,7 @@ LEVEL = {name: number for number, row in enumerate(LEVELS) for name in row}
 # Rows whose members may use one another, in one direction: a cycle is found all the same.
 BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "testing")}
 
-NO_TORCH = {"errors", "layout", "memory", "config", "plan", "planner"}
+NO_TORCH = {"errors", "layout", "shapes", "memory", "timeline", "config", "plan", "machine", "planner"}
 DISTRIBUTED = {"comm", "shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}

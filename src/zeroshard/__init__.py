@@ -13,6 +13,8 @@ from .errors import (
     TierError,
     ZeroShardError,
 )
+from .plan import Plan
+from .planning import plan
 from .stats import Stats
 
 __version__ = "0.1.0"
@@ -23,6 +25,7 @@ __all__ = [
     "Offload",
     "OptionError",
     "Options",
+    "Plan",
     "PlanError",
     "Precision",
     "RankError",
@@ -32,5 +35,6 @@ __all__ = [
     "TierError",
     "ZeroShardError",
     "latest",
+    "plan",
     "shard",
 ]

@@ -1,0 +1,135 @@
+"""What a machine can do, in bytes and operations a second. No torch.
+
+The figures of `GPUS` are peak figures of the vendors' public data sheets (dense, without sparsity; links
+per direction). What a run reaches is less: `efficiency` is the share of the peak that its matrix products
+reach. Figures that you measured are better: `machine("H100", efficiency=0.52, network=40e9)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .config import did_you_mean
+from .errors import OptionError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device and its share of what surrounds it.
+
+    - `memory`: bytes of the device. `half`, `full`: operations a second in 16 bits and in fp32.
+      `efficiency`: share reached.
+    - `memory_rate`: bytes a second of the device's memory; `host_rate`: of the host's, for all ranks of a
+      node together.
+    - `pcie`: bytes a second between host and device, each way. `link`: between devices of a node.
+      `network`: a device's share of what its node sends to others.
+    - `node`: devices of one node.
+    """
+
+    name: str
+    memory: int
+    half: float
+    full: float
+    memory_rate: float
+    pcie: float
+    link: float
+    network: float = 50e9
+    host_rate: float = 200e9
+    node: int = 8
+    efficiency: float = 0.45
+    source: str = ""
+
+
+def _gpu(
+    name: str, gib: int, rates: tuple[float, float, float], links: tuple[float, float], source: str
+) -> Machine:
+    tera_half, tera_full, giga_memory = rates
+    pcie, link = links
+    return Machine(
+        name,
+        gib * 2**30,
+        tera_half * 1e12,
+        tera_full * 1e12,
+        giga_memory * 1e9,
+        pcie * 1e9,
+        link * 1e9,
+        source=source,
+    )
+
+
+# name: GiB; 16-bit and fp32 TFLOP/s, memory GB/s; PCIe and device link GB/s in one direction
+_TABLE = (
+    _gpu("V100", 32, (125, 15.7, 900), (16, 150), "NVIDIA V100 data sheet (SXM2)"),
+    _gpu("T4", 15, (65, 8.1, 320), (16, 16), "NVIDIA T4 data sheet"),
+    _gpu("A100-40", 40, (312, 19.5, 1555), (32, 300), "NVIDIA A100 data sheet (SXM4)"),
+    _gpu("A100", 80, (312, 19.5, 2039), (32, 300), "NVIDIA A100 80GB data sheet (SXM4)"),
+    _gpu("A10", 22, (125, 31.2, 600), (32, 32), "NVIDIA A10 data sheet"),
+    _gpu("L4", 22, (121, 30.3, 300), (32, 32), "NVIDIA L4 data sheet (half of the figures with sparsity)"),
+    _gpu(
+        "L40S", 44, (362, 91.6, 864), (32, 32), "NVIDIA L40S data sheet (half of the figures with sparsity)"
+    ),
+    _gpu("RTX3090", 24, (71, 35.6, 936), (32, 32), "NVIDIA Ampere GA102 white paper (fp32 accumulation)"),
+    _gpu("RTX4090", 24, (165, 82.6, 1008), (32, 32), "NVIDIA Ada white paper (fp32 accumulation)"),
+    _gpu(
+        "H100",
+        80,
+        (989, 67, 3350),
+        (64, 450),
+        "NVIDIA H100 data sheet (SXM5, half of the figures with sparsity)",
+    ),
+    _gpu(
+        "H200",
+        140,
+        (989, 67, 4800),
+        (64, 450),
+        "NVIDIA H200 data sheet (SXM, half of the figures with sparsity)",
+    ),
+    _gpu(
+        "B200",
+        179,
+        (2250, 75, 7700),
+        (64, 900),
+        "NVIDIA DGX B200 data sheet, an eighth (half of the figures with sparsity)",
+    ),
+    _gpu("MI300X", 191, (1307, 163.4, 5300), (64, 448), "AMD Instinct MI300X data sheet"),
+)
+GPUS = {machine.name: machine for machine in _TABLE}
+
+# Bytes a second in one direction of a device's own port.
+NETWORKS = {
+    "ethernet-10": 1.25e9,
+    "ethernet-25": 3.125e9,
+    "ethernet-100": 12.5e9,
+    "ethernet-400": 50e9,
+    "infiniband-hdr": 25e9,
+    "infiniband-ndr": 50e9,
+}
+
+
+def machine(name: str = "H100", network: str | float = "infiniband-ndr", **measured: Any) -> Machine:
+    """A machine of the table, with figures of your own in place of its.
+
+    >>> machine("A100", "ethernet-100", node=4).network
+    12500000000.0
+    """
+    found = GPUS.get(name.upper().replace(" ", "")) if isinstance(name, str) else None
+    if found is None:
+        raise OptionError(
+            f"machine={name!r} is not in the table.{did_you_mean(str(name), GPUS)} Known: "
+            f"{', '.join(GPUS)}. For another one pass zeroshard.machine.Machine(...) with its figures."
+        )
+    if isinstance(network, str):
+        if network not in NETWORKS:
+            raise OptionError(
+                f"network={network!r} is not in the table.{did_you_mean(network, NETWORKS)} Known: "
+                f"{', '.join(NETWORKS)}; or give bytes a second."
+            )
+        network = NETWORKS[network]
+    known = [field.name for field in fields(Machine)]
+    for key in measured:
+        if key not in known:
+            raise OptionError(
+                f"a machine has no figure {key!r}.{did_you_mean(key, known)} Known: {', '.join(known)}."
+            )
+    return replace(found, network=float(network), **measured)

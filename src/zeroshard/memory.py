@@ -1,0 +1,332 @@
+"""How many bytes a rank holds, for what, and when. Integers only: no torch, no memory, any number of ranks.
+
+`buffers_of` repeats, size by size, what `build` allocates: for a run on the CPU its figures are those of
+`run.stats()`, to the byte. `closed_form` is the ZeRO paper's table, for orientation: it knows neither
+padding nor buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from .config import Options
+from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
+from .shapes import BLOCK, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
+
+RING = 3  # wires in flight from stage 2 on, as in `build`
+NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that the bytes of a run depend on. `overlaps`: gathers run ahead (any transport but shared
+    memory); `rank`: whose bytes."""
+
+    units: tuple[Block, ...]
+    options: Options
+    world: int
+    rules: tuple[Rule, ...] = (Rule(),)
+    rank: int = 0
+    overlaps: bool = True
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        split = self.options.split
+        weights = [w for unit in self.units for w in unit.weights]
+        whole = {
+            w.name
+            for w in weights
+            if w.rule >= 0 and (split == "whole" or (split == "auto" and not self.rules[w.rule].by_rows))
+        }
+        result: dict[str, Slot] = {}
+        kinds: tuple[tuple[Split, bool], ...] = (("rows", False), ("whole", True))
+        for kind, chosen in kinds:
+            group = [(w.name, w.shape) for w in weights if (w.name in whole) == chosen]
+            made = slots_for(group, self.world, kind if self.options.shards_state else "copy")
+            result |= {slot.name: slot for slot in made}
+        return result
+
+    @property
+    def streamed(self) -> bool:
+        return self.options.offload is not None and self.options.offload.parameters == "host"
+
+    @property
+    def resident(self) -> bool:
+        """Whether leaves are always whole on the device."""
+        return not self.streamed and (not self.options.shards_params or self.world == 1)
+
+    def recomputes(self, unit: str) -> bool:
+        wanted = self.options.recompute
+        return bool(unit) and (
+            wanted if isinstance(wanted, bool) else any(fnmatchcase(unit, pattern) for pattern in wanted)
+        )
+
+    @property
+    def on_host(self) -> bool:
+        return self.options.offload is not None and self.options.offload.optimizer == "host"
+
+    @property
+    def align(self) -> int:
+        return BLOCK if self.options.offload is not None and self.options.offload.moments == "int8" else ALIGN
+
+    def dtypes(self, weight: Weight) -> tuple[str, str]:
+        """Compute and master dtype."""
+        precision = self.options.precision
+        if precision is None or not weight.dtype.startswith(("float", "bfloat")):
+            return weight.dtype, weight.dtype
+        keeps = any(fnmatchcase(weight.name, pattern) for pattern in precision.keep)
+        return (precision.master if keeps else precision.compute), precision.master
+
+    def grad_dtypes(self, weight: Weight) -> tuple[str, str]:
+        """What travels, and what `p.grad` is."""
+        precision, compute = self.options.precision, self.dtypes(weight)[0]
+        if precision is None or compute == precision.master:
+            return compute, compute
+        return precision.wire, precision.landed
+
+    @cached_property
+    def bundles(self) -> list[Bundle]:
+        result = []
+        for unit in self.units:
+            groups: dict[tuple[str, str], list[Weight]] = {}
+            for weight in unit.weights:
+                groups.setdefault(self.dtypes(weight), []).append(weight)
+            result += [
+                Bundle(unit.name, compute, master, tuple(ws), tuple(self.slots[w.name] for w in ws))
+                for (compute, master), ws in groups.items()
+            ]
+        return result
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """What the host keeps, in the order in which it is made."""
+        if not self.on_host:
+            return []
+        offload, result = self.options.offload, []
+        assert offload is not None
+        for bundle in self.bundles:
+            groups: dict[int, list[Weight]] = {}
+            for weight in bundle.weights:
+                if weight.trainable and weight.rule >= 0:
+                    groups.setdefault(weight.rule, []).append(weight)
+            for number, members in groups.items():
+                by_name = {w.name: w for w in members}
+                sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
+                for names in buckets(sizes, offload.stage_bytes):
+                    numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
+                    native = self._native(self.rules[number], bundle.master)
+                    splits = native and offload.master == "split" and bundle.compute == "bfloat16"
+                    result.append(
+                        Part(
+                            tuple(by_name[n] for n in names),
+                            numel,
+                            native,
+                            splits,
+                            bundle.compute,
+                            bundle.master,
+                            self.rules[number],
+                        )
+                    )
+        return result
+
+    def _native(self, rule: Rule, master: str) -> bool:
+        precision = self.options.precision
+        scaled = precision is not None and precision.compute == "float16"
+        return (
+            self.options.clip_norm is not None and rule.name in NATIVE and master == "float32" and not scaled
+        )
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Gradients that are reduced together, in the order in which they go out."""
+        parts = [(part.weights, part) for part in self.parts]
+        taken = {w.name for weights, _ in parts for w in weights}
+        trainable = sorted((w for u in self.units for w in u.weights if w.trainable), key=lambda w: -w.number)
+        groups: dict[tuple[str, str], list[tuple[tuple[Weight, ...], Part | None]]] = {}
+        for weights, part in parts:
+            groups.setdefault(self.grad_dtypes(weights[0]), []).append((weights, part))
+        by_name = {w.name: w for w in trainable}
+        pairs = {w.name: self.grad_dtypes(w) for w in trainable}
+        for pair in dict.fromkeys(pairs.values()):
+            sizes = [
+                (w.name, w.numel * WIDTHS[pair[0]])
+                for w in trainable
+                if pairs[w.name] == pair and w.name not in taken
+            ]
+            groups.setdefault(pair, []).extend(
+                (tuple(by_name[n] for n in names), None)
+                for names in buckets(sizes, self.options.bucket_bytes)
+            )
+        result: list[Bucket] = []
+        for (wire, landed), members in groups.items():
+            members.sort(key=lambda member: -max(w.number for w in member[0]))
+            result += [
+                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part)
+                for ws, part in members
+            ]
+        return result
+
+    @cached_property
+    def held(self) -> Buffers:
+        """`buffers_of` this, reckoned once."""
+        return buffers_of(self)
+
+    def _grad_slot(self, weight: Weight) -> Slot:
+        slot = self.slots[weight.name]
+        return replace(slot, split="rows") if self.world > 1 and slot.split == "copy" and slot.shape else slot
+
+
+def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:
+    """The ZeRO paper's table: bytes of a rank for `numel` parameters that take `width` bytes, as do their
+    gradients, and `state` bytes of optimizer state each (fp32 master and Adam: 12). Without padding,
+    gathered units, buckets and activations.
+
+    >>> [round(closed_form(7_500_000_000, 64, stage) / 1e9, 2) for stage in range(4)]
+    [120.0, 31.41, 16.64, 1.88]
+    """
+    shared = [state * (stage >= 1), width * (stage >= 2), width * (stage >= 3)]
+    return numel * (2 * width + state - sum(shared) + sum(shared) / world)
+
+
+def heaviest(setup: Setup) -> Setup:
+    """The same, seen from the rank that owns most. Rows make that the first; whole tensors, the one that
+    was dealt most."""
+    load = Counter[int]()
+    for slot in setup.slots.values():
+        if slot.split == "whole":
+            load[slot.owner] += slot.numel
+    return replace(setup, rank=max(load, key=lambda rank: (load[rank], -rank))) if load else setup
+
+
+def imbalance(setup: Setup) -> float:
+    """How much more than the mean the fullest rank owns: 0.01 is 1 %. Nothing where nothing is divided."""
+    divided = [slot for slot in setup.slots.values() if slot.split != "copy"]
+    total = sum(slot.numel for slot in divided)
+    if not total:
+        return 0.0
+    rank = heaviest(setup).rank
+    return sum(slot.held(rank) for slot in divided) * setup.world / total - 1.0
+
+
+def buffers_of(setup: Setup) -> Buffers:
+    """Every lasting buffer of a rank once its run has taken a step or two."""
+    return (
+        _weights(setup)
+        + _gradients(setup)
+        + _host(setup)
+        + Buffers(state=_moments(setup, host=False), gathered=gathered(setup))
+    )
+
+
+def _weights(setup: Setup) -> Buffers:
+    rank, parameters, state = setup.rank, 0, 0
+    for bundle in setup.bundles:
+        parameters += WIDTHS[bundle.compute] * (bundle.full if setup.resident else bundle.body(rank))
+        if bundle.master != bundle.compute and not setup.on_host:
+            state += WIDTHS[bundle.master] * bundle.body(rank)
+    return (
+        Buffers(host=parameters, state=state)
+        if setup.streamed
+        else Buffers(parameters=parameters, state=state)
+    )
+
+
+def _gradients(setup: Setup) -> Buffers:
+    """Wires and landings. One rank has neither: the leaf's gradient becomes the home's, and lasts until
+    `zero_grad`."""
+    if setup.world == 1:
+        alone = [b for b in setup.buckets if b.part is None]
+        return Buffers(gradients=sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights))
+    stage, rank = setup.options.stage, setup.rank
+    wires, landed, whole, reduced = 0, 0, 0, 0
+    groups: dict[tuple[str, str], list[Bucket]] = {}
+    for bucket in setup.buckets:
+        groups.setdefault((bucket.wire, bucket.landed), []).append(bucket)
+    for (wire, dtype), members in groups.items():
+        if setup.options.shards_grads:
+            numel = min(RING, len(members)) * max(b.wire_numel for b in members)
+        else:
+            numel = sum(b.wire_numel for b in members)
+        wires += numel * WIDTHS[wire]
+        pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
+        if stage == 0:
+            whole += sum(b.full for b in members) * WIDTHS[dtype]
+            reduced += pieces if dtype != wire else 0
+        elif stage > 1 or dtype != wire:
+            landed += pieces
+    if stage == 1:
+        return Buffers(gradients=wires + landed)
+    return Buffers(gradients=whole + landed, buckets=wires + reduced)
+
+
+def _host(setup: Setup) -> Buffers:
+    offload = setup.options.offload
+    if offload is None or not setup.on_host:
+        return Buffers(host=_moments(setup, host=True))
+    host, native = 0, []
+    for part in setup.parts:
+        landed = setup.grad_dtypes(part.weights[0])[1]
+        host += part.state_bytes(offload.moments == "int8")
+        if part.native:
+            native.append(part.stage_bytes(landed))
+        else:
+            host += part.numel * WIDTHS[landed]
+    staging = min(offload.stages, len(native) + 1) * aligned(max(native), 64) if native else 0
+    return Buffers(host=host + _moments(setup, host=True), staging=staging)
+
+
+def _moments(setup: Setup, host: bool) -> int:
+    """State that torch's own optimizer makes at its first step, beside the rows that it updates. Scalars
+    are not counted."""
+    total = 0
+    native = {w.name for part in setup.parts if part.native for w in part.weights}
+    for bundle in setup.bundles:
+        there = setup.on_host or (setup.streamed and bundle.compute == bundle.master)
+        if there == host:
+            for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
+                if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
+                    total += slot.held(setup.rank) * WIDTHS[bundle.master] * setup.rules[weight.rule].moments
+    return total
+
+
+def gathered(setup: Setup) -> int:
+    """Bytes of the pool's buffers after a training step: what ever was lent at one time, size by size.
+
+    Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one
+    comes, and gathers run `prefetch` units ahead where the transport overlaps. A recomputed unit comes
+    before the one above it has gone.
+    """
+    if setup.resident:
+        return 0
+    order, lent = [unit.name for unit in setup.units], dict[str, None]()
+    sizes = {name: Counter[tuple[int, str]]() for name in order}
+    most = Counter[tuple[int, str]]()
+    for bundle in setup.bundles:
+        sizes[bundle.unit][bundle.full, bundle.compute] += 1
+    ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
+
+    def take(names: Sequence[str]) -> None:
+        for name in names:
+            if name not in lent:
+                lent[name] = None
+                now = sum((sizes[held] for held in lent), Counter[tuple[int, str]]())
+                for key, count in now.items():
+                    most[key] = max(most[key], count)
+
+    for place, name in enumerate(order):
+        take(order[place : place + 1 + ahead])
+        if name != order[0] and place < len(order) - 1:
+            del lent[name]
+    for place in reversed(range(len(order))):
+        above = order[place + 1] if 0 < place + 1 < len(order) else None
+        coming = order[max(place - ahead, 0) : place + 1][::-1]
+        if setup.recomputes(order[place]):
+            take(coming)
+        if above is not None and above != order[0]:
+            lent.pop(above, None)
+        take(coming)
+    return sum(count * numel * WIDTHS[dtype] for (numel, dtype), count in most.items())

@@ -1,0 +1,184 @@
+"""The shapes of a model and of what its runs are made of, as plain numbers. Integers only; the words are
+those of DESIGN.md.
+
+Costs do not grow with the world: the length of a wire is summed over ranks in closed form, not rank by
+rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import prod
+
+from .config import DTYPE_BYTES
+from .layout import ALIGN, Slot, aligned
+
+WIDTHS = DTYPE_BYTES | {
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+BLOCK = 256  # elements that share the scales of 8-bit moments, as in the native kernels
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as the model has it. `number`: its place in `model.parameters()`; `rule`: whose update it
+    gets, -1 for none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    number: int = 0
+    rule: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one parameter group of an optimizer keeps.
+
+    - `moments`: tensors of a parameter's size in its state. `by_rows`: element-wise, so that rows suffice.
+    - `temporaries`: tensors of a parameter's size that a step makes (foreach makes one, fused none).
+    """
+
+    name: str = "AdamW"
+    moments: int = 2
+    by_rows: bool = True
+    temporaries: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A unit: its weights in registration order. The root's name is empty and it comes first."""
+
+    name: str
+    weights: tuple[Weight, ...]
+
+    @property
+    def label(self) -> str:
+        return self.name or "(root)"
+
+    @property
+    def numel(self) -> int:
+        return sum(w.numel for w in self.weights)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Lasting bytes of one rank, by the kinds of `run.stats()`. `staging` and `host` are host memory, the
+    rest is on the device."""
+
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    gathered: int = 0
+    buckets: int = 0
+    staging: int = 0
+    host: int = 0
+
+    def __add__(self, other: Buffers) -> Buffers:
+        return Buffers(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def device_bytes(self) -> int:
+        return self.parameters + self.gradients + self.state + self.gathered + self.buckets
+
+    @property
+    def host_bytes(self) -> int:
+        return self.staging + self.host
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Weights of one unit and one pair of dtypes, with their slots: what a gather moves."""
+
+    unit: str
+    compute: str
+    master: str
+    weights: tuple[Weight, ...]
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def full(self) -> int:
+        return sum(aligned(slot.numel) for slot in self.slots)
+
+    def body(self, rank: int, align: int = ALIGN) -> int:
+        return sum(aligned(slot.held(rank), align) for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights whose gradients travel together. `native`: they end in an overlapped update on the host."""
+
+    weights: tuple[Weight, ...]
+    slots: tuple[Slot, ...]
+    wire: str
+    landed: str
+    align: int = ALIGN
+    part: Part | None = None
+
+    @cached_property
+    def wire_numel(self) -> int:
+        flags = self.slots[0].world * aligned(len(self.slots))
+        return sum(_over_ranks(slot, self.align) for slot in self.slots) + flags
+
+    def piece(self, rank: int) -> int:
+        return sum(aligned(slot.held(rank), self.align) for slot in self.slots) + aligned(len(self.slots))
+
+    @cached_property
+    def full(self) -> int:
+        return sum(aligned(slot.numel, self.align) for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights of a bundle and a rule whose state lies together on the host; `native`: updated there,
+    overlapped."""
+
+    weights: tuple[Weight, ...]
+    numel: int
+    native: bool
+    splits: bool
+    compute: str
+    master: str
+    rule: Rule
+
+    def state_bytes(self, int8: bool) -> int:
+        """Master and moments of the overlapped update, or the master alone where torch's optimizer keeps
+        the moments."""
+        if not self.native:
+            return self.numel * WIDTHS[self.master]
+        master = self.numel * (2 if self.splits else 4)
+        if int8 and self.rule.name != "SGD":
+            return master + 2 * self.numel + 4 * 3 * -(-self.numel // BLOCK)
+        return master + 4 * self.numel * self.rule.moments
+
+    def stage_bytes(self, landed: str) -> int:
+        grad, weight = WIDTHS[landed], WIDTHS[self.compute]
+        return self.numel * (grad if grad == weight and not self.splits else grad + weight)
+
+
+def _over_ranks(slot: Slot, align: int) -> int:
+    """The padded elements of a slot, summed over all ranks."""
+    if slot.split == "copy":
+        return slot.world * aligned(slot.numel, align)
+    if slot.split == "whole":
+        return aligned(slot.numel, align)
+    chunk = -(-slot.height // slot.world)
+    if chunk == 0:
+        return 0
+    ranks, rest = divmod(slot.height, chunk)
+    return ranks * aligned(chunk * slot.row, align) + aligned(rest * slot.row, align)

@@ -1,0 +1,184 @@
+"""The bytes of one training step over time: forward and backward of every segment, and the update. Integers
+only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .memory import Setup
+from .shapes import WIDTHS, Weight
+
+# On the device, in the order in which a table shows them.
+KINDS = (
+    "parameters",
+    "gradients",
+    "state",
+    "gathered",
+    "buckets",
+    "arriving",
+    "activations",
+    "update",
+    "inputs",
+)
+WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
+IN_FLIGHT = 7  # parts of the host update that may be on the device at a time where gradients are not kept
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of forward in one unit (the root: several).
+
+    - `saved`: bytes that autograd keeps from here until backward comes back.
+    - `forward`, `backward`: the most that lives meanwhile beyond what was saved before, and beyond what is
+      still saved.
+    - `flops`: operations of its forward.
+    """
+
+    unit: str
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What lives on the device at one point of a step, by kind."""
+
+    where: str
+    kinds: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def step_moments(setup: Setup, segments: Sequence[Segment], inputs: int = 0) -> list[Moment]:
+    """One step in time. `inputs`: bytes of the batch and of the model's buffers. Without segments: no
+    activations."""
+    held = setup.held
+    chain = list(segments) or [Segment(unit.name) for unit in setup.units]
+    lasting = {
+        "parameters": held.parameters,
+        "state": held.state,
+        "gathered": held.gathered,
+        "buckets": held.buckets,
+        "inputs": inputs,
+    }
+    settled = held.gradients if setup.world > 1 else 0
+    moments, saved = [], 0
+    for segment in chain:
+        kinds = lasting | {"gradients": settled, "activations": saved + max(segment.forward, segment.saved)}
+        moments.append(_moment(f"forward of {_label(segment)}", kinds))
+        saved += segment.saved
+    arrivals = _arrivals(setup, chain)
+    for index in reversed(range(len(chain))):
+        arriving, landed = arrivals[index]
+        kinds = lasting | {
+            "gradients": settled or landed,
+            "arriving": arriving,
+            "activations": saved + max(chain[index].backward, 0),
+        }
+        moments.append(_moment(f"backward of {_label(chain[index])}", kinds))
+        saved -= chain[index].saved
+    kinds = lasting | {"gradients": settled or arrivals[0][1], "update": _update(setup)}
+    return [*moments, _moment("the update", kinds)]
+
+
+def peak_of(moments: Sequence[Moment]) -> Moment:
+    """The first moment with the most bytes."""
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _moment(where: str, kinds: dict[str, int]) -> Moment:
+    return Moment(where, {kind: kinds.get(kind, 0) for kind in KINDS})
+
+
+def _label(segment: Segment) -> str:
+    return f"`{segment.unit}`" if segment.unit else "the root"
+
+
+def _arrivals(setup: Setup, chain: Sequence[Segment]) -> list[tuple[int, int]]:
+    """For each segment's backward: the most bytes of gradients that wait on leaves for their bucket to
+    fill, and, on one rank, the bytes of gradients that have landed by its end."""
+    by_segment = _weights_by_segment(setup, chain)
+    bucket_of = {w.name: number for number, bucket in enumerate(setup.buckets) for w in bucket.weights}
+    missing = [len(bucket.weights) for bucket in setup.buckets]
+    waiting = [0] * len(missing)
+    due, now, landed, result = 0, 0, 0, [(0, 0)] * len(chain)
+    for index in reversed(range(len(chain))):
+        most = now
+        for weight in sorted(by_segment[index], key=lambda w: -w.number):
+            number, size = bucket_of[weight.name], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
+            bucket = setup.buckets[number]
+            if setup.world == 1 and bucket.part is None:
+                landed += weight.numel * WIDTHS[bucket.landed]
+                most = max(most, now + size)
+                continue
+            now += size
+            most, waiting[number], missing[number] = (
+                max(most, now),
+                waiting[number] + size,
+                missing[number] - 1,
+            )
+            while setup.world > 1 and due < len(missing) and missing[due] == 0:
+                now, due = now - waiting[due], due + 1
+            if setup.world == 1 and missing[number] == 0:
+                now -= waiting[number]
+                landed = _kept(setup, landed, bucket.full * WIDTHS[bucket.landed])
+        result[index] = (most, landed)
+    return result
+
+
+def _kept(setup: Setup, landed: int, size: int) -> int:
+    """One rank, offload: a gradient stays on the device until the norm is known where updates may have to
+    be taken back."""
+    offload, clip = setup.options.offload, setup.options.clip_norm
+    if clip is None or offload is None:
+        return max(landed, size)
+    return landed + size if offload.undo and math.isfinite(clip) else min(landed + size, IN_FLIGHT * size)
+
+
+def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Weight]]:
+    """Where each trainable weight's gradient arrives. The root's: with its last segment what is registered
+    behind the units (a head), with its first what stands before them (an embedding)."""
+    result: list[list[Weight]] = [[] for _ in chain]
+    first: dict[str, int] = {}
+    for index, segment in enumerate(chain):
+        first.setdefault(segment.unit, index)
+    roots = [index for index, segment in enumerate(chain) if not segment.unit] or [0]
+    in_units = [w.number for unit in setup.units if unit.name for w in unit.weights]
+    middle = max(in_units, default=-1)
+    for unit in setup.units:
+        for weight in unit.weights:
+            if weight.trainable:
+                home = (
+                    first.get(unit.name, 0)
+                    if unit.name
+                    else roots[-1]
+                    if weight.number > middle
+                    else roots[0]
+                )
+                result[home].append(weight)
+    return result
+
+
+def _update(setup: Setup) -> int:
+    """Temporaries of torch's own step on the device: gradients widened to the master's dtype, and what
+    foreach makes."""
+    if setup.on_host:
+        return 0
+    total = widened = 0
+    largest = 0
+    for bundle in setup.bundles:
+        for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
+            if weight.trainable and weight.rule >= 0:
+                size = slot.held(setup.rank) * WIDTHS[bundle.master]
+                widens = setup.grad_dtypes(weight)[1] != bundle.master
+                total, widened, largest = total + size, widened + size * widens, max(largest, size)
+    elementwise = all(rule.by_rows for rule in setup.rules)
+    chunk = min(total, max(WIDEN_BYTES, largest)) if widened and elementwise else total
+    copies = max((rule.temporaries for rule in setup.rules), default=0)
+    return min(widened, chunk) + copies * chunk

@@ -1,0 +1,360 @@
+"""What a training step keeps and computes, found by running it once on fake tensors: shapes flow, nothing
+is allocated.
+
+A *segment* is a stretch of forward inside one unit, or in the root between units. For each: the bytes that
+autograd saves in it, the most that lives at one time beyond what was saved before (forward) or is still
+saved (backward), and its operations.
+
+Units that are alike (same class, same shapes of weights and inputs) are traced once; the others repeat the
+figures. So a trace costs what one block costs, whatever the depth.
+
+Exact for the tensors that operations return. Not seen: workspace inside a kernel (cuBLAS, cuDNN), and what
+the allocator rounds up.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from .errors import PlanError
+from .timeline import Segment
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Example inputs of the model's forward: only their shapes and dtypes matter."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, batch: Any) -> Inputs:
+        """A tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
+        if isinstance(batch, dict):
+            return cls((), tuple(batch.items()))
+        return cls(tuple(batch) if isinstance(batch, tuple | list) else (batch,))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in tree_flatten((self.args, dict(self.kwargs)))[0] if isinstance(x, Tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+@dataclass
+class _Stretch:
+    """A segment that is being recorded. `like`: the earlier one whose figures it repeats."""
+
+    unit: str
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    flops: int = 0
+    like: _Stretch | None = None
+
+    def done(self) -> Segment:
+        source = self.like or self
+        return Segment(self.unit, source.saved, source.forward, source.backward, source.flops)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the bytes of storages that operations make and that still live, and tells whoever listens of
+    every rise."""
+
+    def __init__(self, rise: Callable[[int], None], work: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now, self._rise, self._work = 0, rise, work
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._work(int(formula(*args, **(kwargs or {}), out_val=result)))
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, Tensor):
+                self._meet(tensor)
+        return result
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Leave out a tensor, which the caller keeps, and all views of it."""
+        self._known[tensor.untyped_storage()._cdata] = 0
+
+    def _meet(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._part, storage._cdata)
+            self._rise(self.now)
+
+    def _part(self, key: int) -> None:
+        self.now -= self._known.pop(key, 0)
+
+
+class Tracer:
+    """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
+    dtype of each weight."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        recompute: Callable[[str], bool],
+        compute: dict[str, torch.dtype],
+    ) -> None:
+        self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
+        self._modules = {name: module for name, module in model.named_modules() if name in self.names}
+        self._stretches: list[_Stretch] = []
+        self._backward: _Stretch | None = None
+        self._leaves: list[Tensor] = []
+        self._saved: dict[int, Any] = {}
+        self._twins: dict[Any, tuple[_Stretch, Any]] = {}
+        self._meter = _Meter(self._rose, self._worked)
+
+    def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
+        """Forward, loss and backward; the segments in the order of forward."""
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+            weights = self._weights()
+            args, kwargs = self._fake(inputs)
+            with self._watched(), self._meter, saved_tensors_hooks(self._pack, self._unpack):
+                functional_call(_Step(self.model, partial(self._step, inputs, loss)), weights, args, kwargs)
+        ends = (self._stretches[0], self._stretches[-1])
+        return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
+
+    def _step(self, inputs: Inputs, loss: Loss | None, *args: Any, **kwargs: Any) -> None:
+        self._begin("")
+        output = self.model(*args, **kwargs)
+        result = loss(output) if loss is not None else default_loss(output, inputs)
+        del output
+        self._backward = self._stretches[-1]
+        result.backward()
+
+    # ------------------------------------------------------------------ fakes
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Parameters in compute dtype and buffers as they are. They are not counted: the memory model has
+        them."""
+        made: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
+            made[f"model.{name}"] = fake.requires_grad_(parameter.requires_grad)
+            self._leaves.append(fake)
+            self._leave_out(fake)
+        for name, buffer in self.model.named_buffers():
+            fake = made[f"model.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            self._leave_out(fake)
+        return made
+
+    def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        wide = next((dtype for dtype in self.compute.values() if dtype.is_floating_point), None)
+
+        def one(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            dtype = wide if wide is not None and value.is_floating_point() else value.dtype
+            fake = torch.zeros(value.shape, dtype=dtype, device="cpu")
+            self._leave_out(fake)
+            return fake
+
+        return tree_map(one, inputs.args), tree_map(one, dict(inputs.kwargs))
+
+    def _leave_out(self, fake: Tensor) -> None:
+        self._saved[fake.untyped_storage()._cdata] = fake
+        self._meter.ignore(fake)
+
+    # ------------------------------------------------------------------ units
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Each unit's `forward` replaced by one that tells where forward is."""
+        for name, module in self._modules.items():
+            module.forward = partial(self._enter, name, module, module.forward)
+        try:
+            yield
+        finally:
+            for module in self._modules.values():
+                module.__dict__.pop("forward", None)
+
+    def _enter(
+        self, name: str, module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._backward is not None:  # recomputation
+            return plain(*args, **kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        key = (
+            type(module),
+            str(tree),
+            tuple(_sight(x) for x in leaves),
+            tuple(_sight(p) for p in module.parameters()),
+        )
+        outer = self._stretches[-1].unit
+        self._begin(name)
+        if key in self._twins:
+            output = self._repeat(key, leaves)
+        else:
+            kept = (
+                partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
+                if self.recompute(name)
+                else plain
+            )
+            output = kept(*args, **kwargs)
+            flat, out_tree = tree_flatten(output)
+            self._twins[key] = (self._stretches[-1], ([_sight(x) for x in flat], out_tree))
+        self._begin(outer)
+        return output
+
+    def _repeat(self, key: Any, leaves: list[Any]) -> Any:
+        """Outputs as the first such unit had, without computing them; what it saved and computed counts
+        again."""
+        like, (outputs, tree) = self._twins[key]
+        stretch = self._stretches[-1]
+        stretch.like = like
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        wanted = [o for o in outputs if o[0] == "tensor"]
+        made = iter(_Stand.apply(wanted, partial(self._arrive, stretch), *tensors))  # type: ignore[no-untyped-call]
+        return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in outputs], tree)
+
+    # ------------------------------------------------------------------ what is counted
+
+    def _begin(self, unit: str) -> None:
+        self._stretches.append(_Stretch(unit))
+        self._rose(self._meter.now)
+
+    def _rose(self, now: int) -> None:
+        if self._backward is None:
+            stretch = self._stretches[-1]
+            stretch.forward = max(stretch.forward, now - self._below(stretch) + stretch.saved)
+            return
+        stretch = self._backward
+        excess = now - self._below(stretch)
+        if excess > stretch.backward:  # gradients on leaves belong to the memory model's own account
+            excess -= sum(p.grad.untyped_storage().nbytes() for p in self._leaves if p.grad is not None)
+            stretch.backward = max(stretch.backward, excess)
+
+    def _below(self, stretch: _Stretch) -> int:
+        """Bytes really saved up to and including a stretch; repeated ones saved nothing."""
+        total = 0
+        for other in self._stretches:
+            total += other.saved if other.like is None else 0
+            if other is stretch:
+                break
+        return total
+
+    def _worked(self, flops: int) -> None:
+        if self._backward is None:
+            self._stretches[-1].flops += flops
+
+    def _pack(self, tensor: Tensor) -> Any:
+        stretch = self._backward or self._stretches[-1]
+        storage = tensor.untyped_storage()
+        if self._backward is None and storage._cdata not in self._saved:
+            self._saved[storage._cdata] = None
+            weakref.finalize(storage, self._saved.pop, storage._cdata, None)
+            stretch.saved += storage.nbytes()
+        return stretch, tensor
+
+    def _unpack(self, packed: Any) -> Tensor:
+        stretch, tensor = packed
+        if self._backward is not None:
+            self._arrive(stretch)
+        result: Tensor = tensor
+        return result
+
+    def _arrive(self, stretch: _Stretch) -> None:
+        """Backward has come to a segment: the gradients of the one before are in their buckets by now."""
+        if stretch is not self._backward:
+            for leaf in self._leaves:
+                leaf.grad = None
+            self._backward = stretch
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors log a traceback of every error before they raise it; the error says enough."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+class _Step(nn.Module):
+    """A whole step as a module, so that the fake weights stand in the model during backward too:
+    recomputation needs them."""
+
+    def __init__(self, model: nn.Module, step: Callable[..., None]) -> None:
+        super().__init__()
+        self.model, self._step = model, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        self._step(*args, **kwargs)
+
+
+class _Stand(torch.autograd.Function):
+    """Stands for a unit that is like an earlier one."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Any], arrive: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.arrive, ctx.shapes = arrive, [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, _ in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.arrive()
+        return (
+            None,
+            None,
+            *(torch.empty(shape, dtype=dtype) if needed else None for shape, dtype, needed in ctx.shapes),
+        )
+
+
+def _sight(value: Any) -> tuple[Any, ...]:
+    """What makes two values alike to a trace."""
+    if isinstance(value, Tensor):
+        return "tensor", value.shape, value.dtype, value.requires_grad
+    return ("value", value if isinstance(value, int | float | str | bool | None) else type(value))
+
+
+def default_loss(output: Any, inputs: Inputs) -> Tensor:
+    """The model's own scalar or `.loss`; for logits over tokens a cross-entropy; else a mean of squares."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if isinstance(found, Tensor):
+        return found
+    tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+    if not tensors:
+        raise PlanError(
+            "the model's output has no gradient, so no backward can be traced. Pass loss=, a function of it."
+        )
+    first = tensors[0]
+    if first.dim() == 0:
+        return first
+    tokens = next((t for t in inputs.tensors if t.dtype == torch.int64), None)
+    if tokens is not None and first.shape[:-1] == tokens.shape:
+        targets = torch.zeros(tokens.numel(), dtype=torch.int64)
+        return F.cross_entropy(first.flatten(0, -2).float(), targets)
+    return first.float().square().mean()

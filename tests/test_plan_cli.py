@@ -1,0 +1,101 @@
+"""`zeroshard plan`: specs of every kind, the table, JSON, and errors that say what to type."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import zeroshard as zs
+from zeroshard import cli
+
+SCRIPT = """
+import torch
+
+def build():
+    blocks = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4))
+    return torch.nn.Sequential(*blocks)
+
+def build_with_batch():
+    return build(), torch.zeros(8, 64)
+
+def number():
+    return 3
+"""
+LIMITS = ["--ranks", "4", "--device", "1GiB"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "planned_model.py").write_text(SCRIPT)
+    return str(tmp_path / "planned_model.py")
+
+
+def test_a_script_is_planned(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"{script}:build_with_batch", *LIMITS, "--host", "1GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "chosen" in text
+    assert "16,640 parameters on 4 ranks" in " ".join(text.split())
+    assert "Activations are not counted" not in text
+
+
+def test_a_module_is_planned_as_json(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(script).parent)
+    assert (
+        cli.main(["plan", "planned_model:build", *LIMITS, "--stage", "2", "--precision", "bf16", "--json"])
+        == 0
+    )
+    plan = zs.Plan.from_json(capsys.readouterr().out)
+    assert (plan.ranks, plan.chosen.stage, plan.limit) == (4, 2, 2**30)
+    assert any("Activations are not counted" in reason for reason in plan.reasons)
+
+
+def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        f"{script}:build",
+        "--ranks",
+        "2",
+        "--device",
+        "a100",
+        "--network",
+        "ethernet-25",
+        "--json",
+    ]
+    assert cli.main(words) == 0
+    plan = zs.Plan.from_json(capsys.readouterr().out)
+    assert (plan.machine, plan.limit) == ("A100", 80 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "said"),
+    [
+        (
+            "{script}:build",
+            ["--ranks", "4", "--device", "10KiB"],
+            "PlanError: no plan fits 10.0 KiB per device",
+        ),
+        ("{script}:absent", LIMITS, "has no attribute 'absent'"),
+        ("{script}:number", LIMITS, "returned a int, not a module"),
+        ("nowhere.py:build", LIMITS, "there is no file nowhere.py"),
+        ("build", LIMITS, "must be module:function"),
+        ("{script}:build", ["--ranks", "4", "--device", "1GiB", "--gpu", "H1000"], 'Did you mean "H100"'),
+        ("{script}:build", [*LIMITS, "--batch", "8x63"], "cannot be traced"),
+        ("absent/config.json", LIMITS, "there is no file"),
+    ],
+)
+def test_what_goes_wrong_is_told(
+    script: str, spec: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", spec.format(script=script), *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="transformers is installed")
+def test_a_config_needs_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main(["plan", str(tmp_path / "config.json"), *LIMITS]) == 1
+    assert "pip install transformers" in capsys.readouterr().err

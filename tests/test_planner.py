@@ -1,0 +1,296 @@
+"""The planner: traces against real steps, choices, refusals with advice, and plans that survive JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard as zs
+from zeroshard.config import Options
+from zeroshard.errors import OptionError
+from zeroshard.machine import GPUS, machine
+from zeroshard.memory import Setup
+from zeroshard.planner import Question, choose, sent_by_rank
+from zeroshard.planning import blocks_of, rules_of, tokens
+from zeroshard.testing import PeakBytes, assert_bytes, ranks
+from zeroshard.timeline import Segment, peak_of, step_moments
+from zeroshard.trace import Inputs, Tracer
+
+GIB = 2**30
+
+
+class Huge(nn.Module):
+    """A transformer of any size, which exists on the meta device only."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int = 51200) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(models.Block(width, width // 128, 4 * width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Convolutions(nn.Module):
+    """Blocks that differ, with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in ((3, 8), (8, 8), (8, 16))
+        )
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 10, num_layers=2, batch_first=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0]).square().mean()
+
+
+CASES: list[tuple[Any, Tensor, bool]] = [
+    (partial(models.GPT, even=True, blocks=4), torch.zeros(8, 11, dtype=torch.int64), False),
+    (partial(models.GPT, even=True, blocks=4), torch.zeros(8, 11, dtype=torch.int64), True),
+    (Convolutions, torch.zeros(4, 3, 16, 16), False),
+    (Convolutions, torch.zeros(4, 3, 16, 16), True),
+]
+
+
+def on_meta(factory: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = factory()
+    return model
+
+
+def peak_of_segments(segments: list[Segment]) -> int:
+    """The most that a step holds beside parameters and gradients."""
+    most = saved = 0
+    for segment in segments:
+        most, saved = max(most, saved + segment.forward), saved + segment.saved
+    for segment in reversed(segments):
+        most, saved = max(most, saved + segment.backward), saved - segment.saved
+    return most
+
+
+@pytest.mark.parametrize(("factory", "batch", "recompute"), CASES)
+def test_a_trace_is_what_a_step_really_holds(factory: Any, batch: Tensor, recompute: bool) -> None:
+    """Bytes of all tensors that the operations of a real step make, gradients let go as they arrive."""
+    names = [unit.name for unit in blocks_of(on_meta(factory), None, "auto") if unit.name]
+    segments = Tracer(on_meta(factory), names, lambda _: recompute, {}).run(Inputs.of(batch), None)
+    real = factory()
+    for name in names if recompute else []:
+        module = real.get_submodule(name)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    for p in real.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with PeakBytes() as peak:
+        loss = real(batch)
+        held = peak.now
+        loss.backward()
+    assert sum(s.saved for s in segments) + loss.nbytes == held
+    assert peak_of_segments(segments) == peak.most
+
+
+def test_recomputation_saves_less_and_costs_a_forward() -> None:
+    factory, batch = CASES[0][0], CASES[0][1]
+    names = [f"blocks.{i}" for i in range(4)]
+    plain, again = (
+        Tracer(on_meta(factory), names, lambda _, r=r: r, {}).run(Inputs.of(batch), None)  # type: ignore[misc]
+        for r in (False, True)
+    )
+    assert [s.unit for s in plain] == ["", *names, ""]
+    assert sum(s.saved for s in again) < sum(s.saved for s in plain) / 4
+    assert [s.flops for s in again] == [s.flops for s in plain]
+
+
+def send(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What one step of a run sent, and what was predicted."""
+    model = models.Tower(96, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+    run = zs.shard(model, optimizer, stage=stage)  # type: ignore[arg-type]
+    for step in range(3):
+        if step == 2:
+            before = run.stats()
+        model(torch.ones(2, 96)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = (run.stats() - before).sent
+    run._runtime.transport.close()
+    return sent, sent_by_rank(Setup(units, run.options, 2, rules))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_sent_are_what_was_predicted(stage: int) -> None:
+    for sent, predicted in ranks(2).run(send, stage):
+        assert {kind for kind, count in sent.items() if count} == set(predicted)
+        for kind, count in predicted.items():
+            assert_bytes(sent[kind], count, 0.03, kind)
+
+
+# Choices.
+
+
+def question(limit: float, **changes: Any) -> Question:
+    model = on_meta(partial(Huge, 1024, 12))
+    segments = {
+        again: tuple(
+            Segment(unit.name, saved=(GIB // 64 if again else GIB // 4), backward=GIB // 2, flops=10**13)
+            for unit in blocks_of(model, None, "auto")
+        )
+        for again in (False, True)
+    }
+    asked = Question(
+        "Huge", blocks_of(model, None, "auto"), rules_of(None), Options(precision="bf16"), 8,  # type: ignore[arg-type]
+        int(limit * GIB), machine("H100"), traces=segments,
+    )  # fmt: skip
+    return dataclasses.replace(asked, **changes)
+
+
+def test_a_generous_limit_changes_nothing() -> None:
+    chosen = choose(question(1000)).chosen
+    assert (chosen.placing, chosen.recompute, chosen.fits) == ("device", False, True)
+
+
+def test_a_choice_is_the_fastest_that_fits_and_the_simplest_of_equals() -> None:
+    plan = choose(question(1000))
+    fastest = min(one.step for one in plan.candidates if one.fits)
+    equals = [one for one in plan.candidates if one.fits and one.step <= fastest * 1.01]
+    assert plan.chosen.moving_parts == min(one.moving_parts for one in equals)
+
+
+def test_every_limit_down_to_the_impossible() -> None:
+    """Just below what a plan needs another one is chosen, which fits; in the end a refusal names the need."""
+    plan = choose(question(1000))
+    smallest = min(one.device for one in plan.candidates)
+    seen = [plan.chosen.label]
+    while plan.chosen.device > smallest:
+        limit = plan.chosen.device * 0.99 / GIB
+        plan = choose(question(limit))
+        assert plan.chosen.device <= limit * GIB
+        assert plan.chosen.label not in seen
+        seen.append(plan.chosen.label)
+    assert len(seen) >= 4, seen
+    with pytest.raises(zs.PlanError, match=r"per device: the smallest \(stage 3, "):
+        choose(question(smallest * 0.99 / GIB))
+
+
+def test_a_refusal_names_the_peak_and_what_would_fit() -> None:
+    asked = question(2.0, recomputes=(False,), stages=(3,), placings=("device",))
+    with pytest.raises(zs.PlanError) as caught:
+        choose(asked)
+    text = str(caught.value)
+    assert "backward of" in text
+    assert "activations" in text
+    assert "Sharding cannot shrink activations: allow recompute=True, or " in text
+    advised = float(text.rpartition('limit="')[2].partition("GiB")[0])
+    choose(dataclasses.replace(asked, limit=int(advised * GIB)))  # what it says is true
+    assert choose(dataclasses.replace(asked, recomputes=(False, True))).chosen.recompute
+
+
+def test_host_memory_is_a_limit_too() -> None:
+    asked = question(1000, placings=("state on host",), host_limit=GIB // 8)
+    with pytest.raises(zs.PlanError, match="of host memory per node"):
+        choose(asked)
+    plan = choose(dataclasses.replace(asked, host_limit=100 * GIB))
+    assert plan.chosen.host * 8 <= 100 * GIB
+
+
+def test_the_timeline_ends_with_the_update_and_knows_its_peak() -> None:
+    asked = question(1000)
+    moments = step_moments(asked.setup(3, "device", False), asked.traces[False])
+    assert [m.where for m in moments[:2]] == ["forward of the root", "forward of `blocks.0`"]
+    assert moments[-1].where == "the update"
+    assert moments[-1].kinds["activations"] == 0
+    assert peak_of(moments).where.startswith("backward of ")
+    assert peak_of(moments).total == max(m.total for m in moments)
+    constant = {
+        kind: {m.kinds[kind] for m in moments} for kind in ("parameters", "gradients", "state", "buckets")
+    }
+    assert all(len(values) == 1 for values in constant.values())
+
+
+# The public function.
+
+
+@pytest.mark.parametrize("world", [1024, 10_000])
+def test_a_trillion_parameters_in_seconds(world: int) -> None:
+    model = on_meta(partial(Huge, 25600, 128))
+    start = time.process_time()
+    plan = zs.plan(model, ranks=world, limit="120GiB", host_limit="2TiB", batch="1x2048", precision="bf16")
+    assert time.process_time() - start < 5
+    assert plan.parameters > 1e12
+    assert plan.chosen.stage == 3
+    assert plan.imbalance < (0.01 if 25600 % world == 0 else 0.2)
+
+
+def test_a_plan_is_whole_through_json_and_says_how_it_differs(tmp_path: Any) -> None:
+    model = on_meta(partial(Huge, 256, 4, 1000))
+    keep = zs.Precision(keep=("*norm*",))
+    plan = zs.plan(model, ranks=4, limit="80GiB", batch="2x64", precision=keep, units="blocks.*")
+    plan.write(tmp_path / "plan.json")
+    again = zs.Plan.read(tmp_path / "plan.json")
+    assert again == plan
+    assert again.options()["precision"] == keep
+    assert Options(**again.options()).stage == plan.chosen.stage
+    assert plan.diff(again) == []
+    other = zs.plan(model, ranks=8, limit="80GiB", batch="2x64", precision=keep, units="blocks.*")
+    assert "ranks: 4 → 8" in plan.diff(other)
+    assert "chosen" in str(plan)
+    with pytest.raises(zs.PlanError, match="not a plan"):
+        zs.Plan.from_json('{"format": 1}')
+
+
+def test_what_the_user_says_is_kept_to() -> None:
+    model = on_meta(partial(Huge, 256, 4, 1000))
+    offload = zs.Offload(master="split")
+    plan = zs.plan(model, ranks=4, limit="80GiB", batch="2x64", stage=2, offload=offload, recompute=True,
+                   clip_norm=1.0, precision="bf16")  # fmt: skip
+    assert {(c.stage, c.placing, c.recompute) for c in plan.candidates} == {(2, "state on host", True)}
+    assert plan.options()["offload"] == offload
+
+
+def test_models_of_other_kinds_are_planned() -> None:
+    for factory, batch in ((Convolutions, torch.zeros(4, 3, 16, 16)), (Recurrent, torch.zeros(2, 5, 6))):
+        plan = zs.plan(on_meta(factory), ranks=2, limit="1GiB", batch=batch)
+        assert plan.chosen.kinds["activations"] > 0
+
+
+def test_misuse_is_told() -> None:
+    model = on_meta(partial(Huge, 256, 2, 100))
+    with pytest.raises(OptionError, match="ranks=0"):
+        zs.plan(model, ranks=0, limit="1GiB")
+    with pytest.raises(OptionError, match=r"no option 'presicion'.*precision"):
+        zs.plan(model, ranks=1, limit="1GiB", presicion="bf16")  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="8x2048"):
+        tokens("8 by 2")
+    with pytest.raises(zs.PlanError, match=r"inputs of shape \(3,\) cannot be traced"):
+        zs.plan(model, ranks=1, limit="1GiB", batch=torch.zeros(3))
+    with pytest.raises(OptionError, match='Did you mean "H100"'):
+        machine("H10")
+    assert machine("h200", 40e9, efficiency=0.5).network == 40e9
+    assert all(m.source and m.half > m.full for m in GPUS.values())
