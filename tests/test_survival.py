@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("survival_script.py")
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, last: int = STEPS) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "zeroshard", "run", "--ranks", str(RANKS), str(SCRIPT), str(folder)]
+    command.append(str(last))
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -48,7 +49,7 @@ def test_killed_ranks_cost_no_more_than_the_steps_since_the_last_save(tmp_path: 
     folder, alone = tmp_path / "killed", tmp_path / "alone"
     before = 0
     for after in (EVERY, STEPS // 4, STEPS // 2):
-        job = start(folder)
+        job = start(folder, last=after + 6 * EVERY)  # so that it cannot end before it is killed
         kill_a_rank(job, folder, after, draw)
         output, _ = job.communicate(timeout=60)
         assert job.returncode, output
