@@ -192,6 +192,8 @@ class Gradients:
             locals_ = [None if g is None else Faces.local(g) for g in held]
             ours = {Faces.local(g).data_ptr() for g in bucket.grads}
             self._aside[bucket.index] = [g.clone() if g is not None and g.data_ptr() in ours else g for g in locals_]
+            for param in bucket.params:
+                param.home.grad = None  # so that what a penalty on the weights adds meanwhile can be told apart
 
     def _progress(self) -> None:
         while self._flying and self._flying[0][1].poll():
@@ -247,16 +249,27 @@ class Gradients:
             return
         aside = self._aside.pop(bucket.index, None)
         for index, (param, used) in enumerate(zip(bucket.params, bucket.used_anywhere(), strict=True)):
-            before = aside[index] if aside is not None else None
-            if used:
-                if before is not None:
-                    Faces.local(bucket.grads[index]).add_(before)
-                param.home.grad = bucket.grads[index]
-            elif before is not None:
-                Faces.local(bucket.grads[index]).copy_(before)
-                param.home.grad = bucket.grads[index]
-            else:
-                param.home.grad = None
+            before, late = aside[index] if aside is not None else None, param.home.grad
+            parts = [Faces.local(part) for part in (before, late) if part is not None]
+            if not used and not parts:
+                continue
+            grad = Faces.local(bucket.grads[index])
+            if not used:
+                grad.copy_(parts.pop(0))
+            for part in parts:
+                grad.add_(part)
+            param.home.grad = bucket.grads[index]
+
+    def redirect(self, param: Param, grad: Tensor) -> Tensor:
+        """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a penalty on the weights,
+        or by a layer that was called alone. What goes to the home instead: nothing, as long as the leaf's bucket can take it.
+        Later than that it stays, which is right for a penalty: it is the same on all ranks."""
+        if self.bucket_of[id(param)].index < self._next:
+            return grad
+        with torch.no_grad():
+            mine = grad.to(param.leaf.dtype)
+            param.leaf.grad = mine.clone() if param.leaf.grad is None else param.leaf.grad + mine
+        return torch.zeros_like(grad)
 
 
 class LocalBucket:

@@ -110,7 +110,7 @@ class Hooks:
         self._keep(param.leaf.register_post_accumulate_grad_hook(arrived))
         if self.runtime.transport.size > 1 and self.runtime.faces.mesh is None:
             # Otherwise homes are DTensors, which say themselves that they do not compute with plain tensors.
-            self._keep(param.home.register_post_accumulate_grad_hook(partial(_refuse_bypass, its_unit, param.name)))
+            self._keep(param.home.register_hook(partial(_strayed, runtime, its_param)))
 
     def _on_root(self) -> None:
         """At the root: cast the inputs, keep buffers in step, and notice a coming backward."""
@@ -231,14 +231,9 @@ class Hooks:
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
 
 
-def _refuse_bypass(unit: ref[LiveUnit], name: str, home: Tensor) -> None:
-    """A home gets a gradient of its own by a penalty on the weights, which is fine, or because its unit was bypassed."""
-    live = unit()
-    if live is not None and not live.entered:
-        raise StateError(
-            f"`{name}` was used without calling its unit `{live.label}`, so its gradient would not be reduced. Call the unit "
-            'itself, or name what you call: shard(..., units=...), or units="none".'
-        )
+def _strayed(runtime: ref[Runtime], param: ref[Param], grad: Tensor) -> Tensor:
+    live, which = runtime(), param()
+    return grad if live is None or which is None else live.strayed(which, grad)
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

@@ -44,7 +44,6 @@ class LiveUnit:
         self.bundles = list(bundles)
         self.params = [p for b in self.bundles for p in b.params]
         self.depth = 0  # entries that have not been left
-        self.entered = False  # at any time
         self.trainable = sum(p.trainable for p in self.params)
         self.expected = self.trainable  # gradients that have yet to arrive in this backward
         self.sharded = any(not b.resident for b in self.bundles)
@@ -113,7 +112,6 @@ class Runtime:
                 self._wake()
             self._bring(unit)
             self._active += 1
-            unit.entered = True
             if self._task is None:
                 unit.follow_homes()
                 unit.stand_leaves()
@@ -251,6 +249,14 @@ class Runtime:
             self.gradients.arrived(param)
         else:
             self.unsynced = True
+
+    def strayed(self, param: Param, grad: Tensor) -> Tensor:
+        """Autograd is about to add to a home; what it shall add instead."""
+        self.begin_backward()
+        self._arrivals += 1
+        self.unsynced = self.unsynced or not self.sync
+        assert isinstance(self.gradients, Gradients)
+        return self.gradients.redirect(param, grad)
 
     def ensure(self, bundle: Bundle) -> None:
         """Autograd unpacks something that lives in this bundle's buffer."""
