@@ -133,13 +133,16 @@ def train(training: Training) -> Trained:
 def check(module: str, name: str, stage: int, world: int = 2, transport: str = "auto") -> None:
     """Train both ways and compare losses, parameters, and which parameters were ever updated."""
     case: Case = importlib.import_module(module).CASES[name]
-    expected = plain(case, world)
-    outcomes: list[Trained] = ranks(world).run(sharded, module, name, stage, transport)
-    mean = [sum(losses) / world for losses in zip(*(o.losses for o in outcomes), strict=True)]
-    assert mean == pytest.approx(expected.losses, rel=case.tolerance, abs=case.tolerance)
-    for rank, outcome in enumerate(outcomes):
-        same_tensors(outcome.params, expected.params, case.tolerance, f"on rank {rank}")
-    assert set().union(*(o.updated for o in outcomes)) == set(expected.updated)
+    trained = ranks(world).run(sharded, module, name, stage, transport)
+    compare(trained, plain(case, world), case.tolerance)
+
+
+def compare(trained: list[Trained], expected: Trained, tolerance: float) -> None:
+    mean = [sum(losses) / len(trained) for losses in zip(*(t.losses for t in trained), strict=True)]
+    assert mean == pytest.approx(expected.losses, rel=tolerance, abs=tolerance)
+    for rank, got in enumerate(trained):
+        same_tensors(got.params, expected.params, tolerance, f"on rank {rank}")
+    assert set().union(*(t.updated for t in trained)) == set(expected.updated)
 
 
 def same_tensors(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, where: str) -> None:

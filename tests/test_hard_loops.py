@@ -13,6 +13,26 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.ranks
 
 
+class Normed(nn.Module):
+    """Batch statistics, which every forward broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(normed_layer() for _ in range(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.sum()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def normed_layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
 def closure(training: Training, step: int) -> None:
     def evaluate() -> Tensor:
         training.optimizer.zero_grad()
@@ -140,6 +160,13 @@ def penalised(model: nn.Module, x: Tensor) -> Tensor:
     return out.pow(2).mean() + (grad.norm(2, dim=1) - 1).pow(2).mean()
 
 
+def weight_penalty(training: Training, step: int) -> None:
+    """A penalty on the weights that the loop adds by hand, to the loss of the model."""
+    penalty = sum(_whole(p.pow(2).sum()) for p in training.model.parameters())
+    (training.loss(step) + 0.01 * penalty).backward()
+    update(training)
+
+
 def toggled(training: Training, step: int) -> None:
     """A part is frozen in every other step."""
     training.model.blocks[1].requires_grad_(step % 2 == 0)
@@ -187,6 +214,7 @@ CASES = {
     "backward twice": Case(Stack, four, squared, turn=backward_twice),
     "two forwards": Case(Stack, four, squared, turn=two_forwards),
     "sum of forwards": Case(Stack, four, squared, turn=sum_of_forwards),
+    "sum of forwards, normed": Case(Normed, four, squared, turn=sum_of_forwards),
     "thrown away": Case(Stack, four, squared, turn=thrown_away),
     "evaluated": Case(Stack, four, squared, turn=evaluated),
     "evaluated amid": Case(Stack, four, squared, turn=evaluated_amid),
@@ -195,6 +223,8 @@ CASES = {
     "input gradient": Case(Stack, four, squared, turn=input_gradient),
     "gradient penalty": Case(Stack, four, penalised),
     "gradient penalty, recomputed": Case(Stack, four, penalised, options={"recompute": True}),
+    "weight penalty": Case(Stack, four, squared, turn=weight_penalty, clip=0.5),
+    "weight penalty, branches": Case(Branches, by_step, squared, turn=weight_penalty),
     "toggled": Case(Stack, four, squared, turn=toggled),
     "skipped step": Case(Stack, four, squared, turn=skipped_step),
     "scheduled": Case(Stack, four, squared, turn=scheduled),

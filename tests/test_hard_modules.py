@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hard_case import STAGES, Case, check, rows, tokens
+from hard_case import STAGES, Case, check, rows, sharded, tokens
 from test_hard_params import Block, four, next_token, squared
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from zeroshard.testing import ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -146,23 +148,43 @@ def from_answer(model: nn.Module, x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- methods
 
 
+class Holder(nn.Module):
+    """A block that is only a container of layers, which others call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+
 class Methods(nn.Module):
-    """The loop calls `encode` and `decode`, never the model itself; a block has a method of its own."""
+    """The loop calls `encode` and `decode`, never the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 6)
+        self.holders = nn.ModuleList(Holder() for _ in range(2))
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.last = nn.Linear(6, 4)
 
     def encode(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
-            x = x + block.down(F.relu(block.up(x)))  # not the block's own forward
+        for holder in self.holders:
+            x = x + holder.down(F.relu(holder.up(x)))
         return x
 
     def decode(self, x: Tensor) -> Tensor:
-        return self.last(self.blocks[0](x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Bypassed(Methods):
+    """The layers of a block that has a forward of its own are called from outside."""
+
+    def decode(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.down(F.relu(block.up(x)))
+        return self.last(x)
 
 
 def by_methods(model: Any, x: Tensor) -> Tensor:
@@ -267,6 +289,8 @@ CASES = {
     "nested": Case(nested_checkpoint, four, squared),
     "outputs": Case(Returns, four, from_answer),
     "methods": Case(Methods, four, by_methods),
+    "bypassed": Case(Bypassed, four, by_methods, options={"units": "none"}),
+    "bypassed units": Case(Bypassed, four, by_methods),
     "attention": Case(lambda: Layers(Attention(), Attention()), pictures, squared),
     "encoder layer": Case(lambda: Layers(encoder_layer(), encoder_layer()), pictures, squared),
     "recurrent": Case(Recurrent, tokens, next_token),
@@ -279,6 +303,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "bypassed units"])
 def test_equals_one_process(name: str, stage: int) -> None:
     check(__name__, name, stage)
+
+
+def bypass(stage: int) -> None:
+    with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
+        sharded(__name__, "bypassed units", stage, "auto")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bypassed_units_work_where_homes_are_plain_or_layers_are_hooked(stage: int) -> None:
+    check(__name__, "bypassed units", stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bypassed_units_are_an_error_elsewhere(stage: int) -> None:
+    ranks(2).run(bypass, stage)

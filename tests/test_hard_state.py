@@ -1,0 +1,362 @@
+"""State that goes in and out: whole tensors, state dicts, a closed run that trains on, the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hard_case import STAGES, Case, Training, plain, plain_turn, rows, same_tensors, tokens, train
+from test_hard_params import Block, Stack, Tied, Tiny, four, next_token, squared
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import zeroshard as zs
+from zeroshard.testing import PeakBytes, ranks
+
+pytestmark = pytest.mark.ranks
+WORLD = 2
+CASES = {
+    "stack": Case(Stack, four, squared),
+    "tied": Case(Tied, tokens, next_token),
+    "tiny": Case(Tiny, four, squared),
+}
+
+
+def start(name: str, stage: int) -> Training:
+    return Training(CASES[name], [dist.get_rank()], {"stage": stage})
+
+
+def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A state dict with every tensor in it changed."""
+    if isinstance(value, dict):
+        return {key: mapped(change, item) for key, item in value.items()}
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """As one would write it to a file."""
+    return cloned(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+# ---------------------------------------------------------------------- close
+
+
+def closed_amid(name: str, stage: int) -> dict[str, Tensor]:
+    """Three steps sharded, then closed, then three plain steps on the whole batch."""
+    training = start(name, stage)
+    for step in range(3):
+        plain_turn(training, step)
+    assert training.run is not None
+    training.run.close()
+    training.run.close()  # harmless
+    training.parts = list(range(WORLD))
+    for step in range(3, 6):
+        plain_turn(training, step)
+    assert all(type(p) is nn.Parameter for p in training.model.parameters())
+    assert training.model.state_dict().keys() == CASES[name].build().state_dict().keys()
+    training.model.to(torch.float32)  # guards are gone
+    training.model.to(torch.float64)
+    return values(training.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_closed_run_trains_on(name: str, stage: int) -> None:
+    expected = plain(CASES[name], WORLD).params
+    for rank, got in enumerate(ranks(WORLD).run(closed_amid, name, stage)):
+        # Three of six steps end in float32.
+        same_tensors(got, expected, 1e-6, f"on rank {rank}")
+
+
+def sharded_again(stage: int) -> dict[str, Tensor]:
+    """Closed, and sharded again at another stage with a new optimizer that takes over the old one's state."""
+    case = Case(Stack, four, squared)
+    first = Training(case, [dist.get_rank()], {"stage": stage})
+    for step in range(3):
+        plain_turn(first, step)
+    assert first.run is not None
+    first.run.close()
+    state = first.optimizer.state_dict()
+    first.optimizer = case.optimizer(first.model.parameters())
+    first.run = zs.shard(first.model, first.optimizer, stage=3 - stage)
+    first.optimizer.load_state_dict(state)
+    for step in range(3, 6):
+        plain_turn(first, step)
+    first.run.close()
+    return values(first.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sharded_again_at_another_stage(stage: int) -> None:
+    expected = plain(CASES["stack"], WORLD).params
+    for rank, got in enumerate(ranks(WORLD).run(sharded_again, stage)):
+        same_tensors(got, expected, 1e-9, f"on rank {rank}")
+
+
+# ---------------------------------------------------------------------- state dicts
+
+
+def round_trip(name: str, stage: int, how: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Save after three steps, spoil everything with two other steps, load, and go on."""
+    training = start(name, stage)
+    for step in range(3):
+        plain_turn(training, step)
+    change = whole if how == "whole" else cloned
+    saved = [mapped(change, part.state_dict()) for part in (training.model, training.optimizer)]
+    for step in range(50, 52):
+        plain_turn(training, step)
+    del training.losses[3:]
+    training.model.load_state_dict(saved[0])
+    training.optimizer.load_state_dict(saved[1])
+    for step in range(3, 6):
+        plain_turn(training, step)
+    end = mapped(whole, training.optimizer.state_dict())
+    assert training.run is not None
+    training.run.close()
+    return values(training.model), end
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["whole", "rows"])
+@pytest.mark.parametrize("name", CASES)
+def test_state_dicts_round_trip(name: str, how: str, stage: int) -> None:
+    case = CASES[name]
+    training = Training(case, list(range(WORLD)))
+    expected = train(training)
+    momenta = training.optimizer.state_dict()["state"]
+    for rank, (got, state) in enumerate(ranks(WORLD).run(round_trip, name, stage, how)):
+        same_tensors(got, expected.params, 1e-9, f"on rank {rank}")
+        for index, mine in state["state"].items():
+            same_tensors(mine, momenta[index], 1e-9, f"state {index} on rank {rank}")
+
+
+def best_so_far(stage: int) -> dict[str, Tensor]:
+    """What loops with early stopping do: keep a copy of the best weights, and go back to it."""
+    training = start("stack", stage)
+    for step in range(3):
+        plain_turn(training, step)
+    best = copy.deepcopy(training.model.state_dict())
+    plain_turn(training, 3)
+    training.model.load_state_dict(best)
+    assert training.run is not None
+    training.run.close()
+    return values(training.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_dict_can_be_deep_copied(stage: int) -> None:
+    expected = plain(Case(Stack, four, squared, steps=3), WORLD).params
+    for rank, got in enumerate(ranks(WORLD).run(best_so_far, stage)):
+        same_tensors(got, expected, 1e-9, f"on rank {rank}")
+
+
+def loaded_from_plain(stage: int, model: dict[str, Tensor], optimizer: dict[str, Any]) -> dict[str, Tensor]:
+    training = start("stack", stage)
+    training.model.load_state_dict(model)
+    training.optimizer.load_state_dict(optimizer)
+    for step in range(3, 6):
+        plain_turn(training, step)
+    assert training.run is not None
+    training.run.close()
+    return values(training.model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_a_plain_process_is_taken_up(stage: int) -> None:
+    training = Training(CASES["stack"], list(range(WORLD)))
+    for step in range(3):
+        plain_turn(training, step)
+    state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+    expected = plain(CASES["stack"], WORLD).params
+    for rank, got in enumerate(ranks(WORLD).run(loaded_from_plain, stage, *state)):
+        same_tensors(got, expected, 1e-9, f"on rank {rank}")
+
+
+# ---------------------------------------------------------------------- gathered
+
+
+def read_and_written(stage: int) -> dict[str, Any]:
+    training = start("stack", stage)
+    plain_turn(training, 0)
+    run, model = training.run, training.model
+    assert run is not None
+    before = model.first.weight
+    with run.gathered("first.*", "blocks.1.up.weight") as some:
+        names = sorted(some)
+        stood = model.first.weight is some["first.weight"]
+        read = model.first.weight.detach().clone()
+        model.first.weight.data.zero_()  # without write=True this is lost
+    same = model.first.weight is before
+    with run.gathered("first.*", write=True), torch.no_grad():
+        model.first.weight.copy_(read + 1)
+    out = model(four(0, 0)).detach()
+    run.close()
+    return {"names": names, "stood": stood, "same": same, "read": read, "out": out, "after": values(model)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_reads_and_writes(stage: int) -> None:
+    reference = Training(CASES["stack"], list(range(WORLD)))
+    plain_turn(reference, 0)
+    read = reference.model.first.weight.detach().clone()
+    with torch.no_grad():
+        reference.model.first.weight.add_(1)
+    expected = values(reference.model)
+    out = reference.model(four(0, 0)).detach()
+    for got in ranks(WORLD).run(read_and_written, stage):
+        assert got["names"] == ["blocks.1.up.weight", "first.bias", "first.weight"]
+        assert got["stood"]
+        assert got["same"]
+        same_tensors({"read": got["read"], "out": got["out"]}, {"read": read, "out": out}, 1e-9, "")
+        same_tensors(got["after"], expected, 1e-9, "after")
+
+
+# ---------------------------------------------------------------------- meta
+
+
+class Big(nn.Module):
+    """Six blocks of equal size; a module of its own kind holds a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 32)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(6))
+        self.odd = Scale(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.odd(x)
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(width))
+        self.register_buffer("shift", torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.gain)
+        nn.init.ones_(self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.shift
+
+
+def by_formula(module: nn.Module) -> None:
+    """Values that depend on shapes alone, so that a plain model can have the same."""
+    for tensor in [*module._parameters.values(), *module._buffers.values()]:
+        if tensor is not None:
+            line = torch.linspace(-3.0, 4.0, tensor.numel(), dtype=tensor.dtype)
+            tensor.copy_(line.sin().view(tensor.shape) / 10)
+
+
+def optimizer_of(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def steps(model: nn.Module, optimizer: Optimizer, parts: list[int]) -> None:
+    for step in range(4):
+        torch.stack([model(rows(step, part, 4)).pow(2).mean() for part in parts]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def from_meta(stage: int, formula: bool) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Big().double()
+    optimizer = optimizer_of(model)
+    torch.manual_seed(11 + dist.get_rank())
+    run = zs.shard(model, optimizer, stage=stage, init=by_formula if formula else None)
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    if formula:
+        steps(model, optimizer, [run.rank])
+    run.close()
+    return values(model) | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_meta_model_trains_like_a_plain_one(stage: int) -> None:
+    model = Big().double()
+    with torch.no_grad():
+        for module in model.modules():
+            by_formula(module)
+    steps(model, optimizer_of(model), list(range(WORLD)))
+    expected = values(model) | dict(model.named_buffers())
+    assert all(bool(tensor.isfinite().all()) for tensor in expected.values())
+    for rank, got in enumerate(ranks(WORLD).run(from_meta, stage, True)):
+        same_tensors(got, expected, 1e-9, f"on rank {rank}")
+
+
+def test_meta_model_is_drawn_alike_on_all_ranks_and_stages() -> None:
+    drawn = [got for stage in STAGES for got in ranks(WORLD).run(from_meta, stage, False)]
+    for other in drawn[1:]:
+        same_tensors(other, drawn[0], 0.0, "")
+    assert not torch.equal(drawn[0]["blocks.0.up.weight"], drawn[0]["blocks.1.up.weight"])
+
+
+class PrivateBytes(PeakBytes):
+    """Without meta tensors, which only look like memory, and without segments that ranks share: rows."""
+
+    def _meet(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        at = 0 if storage.device.type == "meta" else storage.data_ptr()
+        if at and not any(start <= at < stop for start, stop in memory_files()):
+            super()._meet(storage, given)
+
+
+def memory_files() -> Iterator[tuple[int, int]]:
+    """The addresses of files in memory that this process maps."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            start, _, stop = line.split()[0].partition("-")
+            yield int(start, 16), int(stop, 16)
+
+
+def bytes_at_most() -> tuple[int, int, int]:
+    """Private bytes at most while sharding, those of this rank's rows, and those of the whole model."""
+    with torch.device("meta"):
+        model = Big().double().requires_grad_(False)  # frozen: no buffers for gradients
+    with PrivateBytes() as peak:
+        run = zs.shard(model, stage=3)
+    nbytes = sum(p.numel() for p in model.parameters()) * 8
+    held = run.stats().live["parameters"]
+    run.close()
+    return peak.most, held, nbytes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_rank_ever_holds_the_whole_model(world: int) -> None:
+    for most, held, nbytes in ranks(world).run(bytes_at_most):
+        assert held == pytest.approx(nbytes / world, rel=0.05)  # padding
+        assert most < nbytes / 10  # one module at a time, of which the largest is a thirteenth of the model
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.weight = nn.Parameter(torch.empty(3, 3))
+
+
+def test_meta_module_without_reset_parameters_is_refused() -> None:
+    with torch.device("meta"):
+        model = NoReset()
+    said = r"`inner.weight` is on the meta device, and `inner` \(Module\) has no reset_parameters\(\)"
+    with pytest.raises(zs.ModelError, match=said):
+        zs.shard(model)
