@@ -126,6 +126,42 @@ def test_recomputation_saves_less_and_costs_a_forward() -> None:
     assert [s.flops for s in again] == [s.flops for s in plain]
 
 
+def peak_of_a_step(options: dict[str, Any], rows: int) -> tuple[int, int]:
+    """The most bytes of tensors that the operations of a step made, after two others; and the prediction."""
+    model = models.GPT(even=True, blocks=6)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+    setup = Setup(units, Options.of(options), 2, rules)
+    compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in units for w in unit.weights}
+    batch = torch.zeros(rows, 11, dtype=torch.int64)
+    names = [unit.name for unit in units if unit.name]
+    segments = Tracer(model, names, setup.recomputes, compute).run(Inputs.of(batch), None)
+    run = zs.shard(model, optimizer, **options)
+    moments = step_moments(dataclasses.replace(setup, rank=run.rank), segments)
+    for _ in range(2):
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with PeakBytes() as peak:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run._runtime.transport.close()
+    return peak.most, max(m.kinds["arriving"] + m.kinds["activations"] + m.kinds["update"] for m in moments)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 2}, {"stage": 3, "recompute": True, "bucket_bytes": 40000}, {"stage": 3, "precision": "bf16"}],
+)
+def test_the_peak_of_a_sharded_step(options: dict[str, Any], rows: int) -> None:
+    """Activations, temporaries, and gradients that wait for their buckets, all at one moment."""
+    for measured, predicted in ranks(2).run(peak_of_a_step, options, rows):
+        assert_bytes(predicted, measured, 0.01, f"{options} {rows}")
+
+
 def send(stage: int) -> tuple[dict[str, int], dict[str, int]]:
     """What one step of a run sent, and what was predicted."""
     model = models.Tower(96, 8)
@@ -263,6 +299,20 @@ def test_a_plan_is_whole_through_json_and_says_how_it_differs(tmp_path: Any) -> 
     assert "chosen" in str(plan)
     with pytest.raises(zs.PlanError, match="not a plan"):
         zs.Plan.from_json('{"format": 1}')
+
+
+def test_a_plan_runs() -> None:
+    """Planned on the meta device, carried out on a real model: the bytes are those of the plan."""
+    chosen = zs.plan(on_meta(partial(models.GPT, even=True)), ranks=1, limit="1GiB", precision="bf16")
+    model = models.GPT(even=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    run = zs.shard(model, optimizer, **chosen.options())
+    model(torch.zeros(2, 11, dtype=torch.int64)).backward()
+    optimizer.step()
+    live = run.stats().live
+    for kind in ("parameters", "gradients", "state", "gathered", "buckets"):
+        assert live[kind] == chosen.chosen.kinds[kind], kind
+    run.close()
 
 
 def test_what_the_user_says_is_kept_to() -> None:

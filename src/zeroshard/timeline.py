@@ -34,6 +34,8 @@ class Segment:
     - `forward`, `backward`: the most that lives meanwhile beyond what was saved before, and beyond what is
       still saved.
     - `flops`: operations of its forward.
+    - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
+      `backward` before the first, after the first, and so on. Empty where no step was traced.
     """
 
     unit: str
@@ -41,6 +43,8 @@ class Segment:
     forward: int = 0
     backward: int = 0
     flops: int = 0
+    order: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,17 +77,17 @@ def step_moments(setup: Setup, segments: Sequence[Segment], inputs: int = 0) -> 
         kinds = lasting | {"gradients": settled, "activations": saved + max(segment.forward, segment.saved)}
         moments.append(_moment(f"forward of {_label(segment)}", kinds))
         saved += segment.saved
-    arrivals = _arrivals(setup, chain)
+    fullest, landed_last = _arrivals(setup, chain)
     for index in reversed(range(len(chain))):
-        arriving, landed = arrivals[index]
+        arriving, landed, level = fullest[index]
         kinds = lasting | {
             "gradients": settled or landed,
             "arriving": arriving,
-            "activations": saved + max(chain[index].backward, 0),
+            "activations": saved + level,
         }
         moments.append(_moment(f"backward of {_label(chain[index])}", kinds))
         saved -= chain[index].saved
-    kinds = lasting | {"gradients": settled or arrivals[0][1], "update": _update(setup)}
+    kinds = lasting | {"gradients": settled or landed_last, "update": _update(setup)}
     return [*moments, _moment("the update", kinds)]
 
 
@@ -100,36 +104,55 @@ def _label(segment: Segment) -> str:
     return f"`{segment.unit}`" if segment.unit else "the root"
 
 
-def _arrivals(setup: Setup, chain: Sequence[Segment]) -> list[tuple[int, int]]:
-    """For each segment's backward: the most bytes of gradients that wait on leaves for their bucket to
-    fill, and, on one rank, the bytes of gradients that have landed by its end."""
-    by_segment = _weights_by_segment(setup, chain)
-    bucket_of = {w.name: number for number, bucket in enumerate(setup.buckets) for w in bucket.weights}
-    missing = [len(bucket.weights) for bucket in setup.buckets]
-    waiting = [0] * len(missing)
-    due, now, landed, result = 0, 0, 0, [(0, 0)] * len(chain)
+class _Arrivals:
+    """Gradients on their way: `now` bytes wait on leaves for their bucket to fill and to have its turn; on
+    one rank `landed` bytes have become gradients of homes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.now, self.landed, self._due = setup, 0, 0, 0
+        self._bucket_of = {w.name: n for n, bucket in enumerate(setup.buckets) for w in bucket.weights}
+        self._missing = [len(bucket.weights) for bucket in setup.buckets]
+        self._waiting = [0] * len(self._missing)
+
+    def add(self, weight: Weight) -> int:
+        """One more; returns what waits at the moment before its bucket leaves."""
+        setup, number = self.setup, self._bucket_of[weight.name]
+        bucket, size = setup.buckets[number], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
+        if setup.world == 1 and bucket.part is None:
+            self.landed += weight.numel * WIDTHS[bucket.landed]
+            return self.now
+        self.now += size
+        most = self.now
+        self._waiting[number] += size
+        self._missing[number] -= 1
+        while setup.world > 1 and self._due < len(self._missing) and self._missing[self._due] == 0:
+            self.now, self._due = self.now - self._waiting[self._due], self._due + 1
+        if setup.world == 1 and self._missing[number] == 0:
+            self.now -= self._waiting[number]
+            self.landed = _kept(setup, self.landed, bucket.full * WIDTHS[bucket.landed])
+        return most
+
+
+def _arrivals(setup: Setup, chain: Sequence[Segment]) -> tuple[list[tuple[int, int, int]], int]:
+    """For each segment's backward, at its fullest: the bytes of gradients that wait on leaves and that have
+    landed, and of activations beyond the saved ones. Then what has landed in the end."""
+    guessed = _weights_by_segment(setup, chain)
+    by_name = {w.name: w for unit in setup.units for w in unit.weights if w.trainable}
+    state, result = _Arrivals(setup), [(0, 0, 0)] * len(chain)
     for index in reversed(range(len(chain))):
-        most = now
-        for weight in sorted(by_segment[index], key=lambda w: -w.number):
-            number, size = bucket_of[weight.name], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
-            bucket = setup.buckets[number]
-            if setup.world == 1 and bucket.part is None:
-                landed += weight.numel * WIDTHS[bucket.landed]
-                most = max(most, now + size)
-                continue
-            now += size
-            most, waiting[number], missing[number] = (
-                max(most, now),
-                waiting[number] + size,
-                missing[number] - 1,
-            )
-            while setup.world > 1 and due < len(missing) and missing[due] == 0:
-                now, due = now - waiting[due], due + 1
-            if setup.world == 1 and missing[number] == 0:
-                now -= waiting[number]
-                landed = _kept(setup, landed, bucket.full * WIDTHS[bucket.landed])
-        result[index] = (most, landed)
-    return result
+        segment = chain[index]
+        if segment.levels:  # a new gradient is among the activations until it arrives
+            points = [(state.now, state.landed, segment.levels[0])]
+            for name, level in zip(segment.order, segment.levels[1:], strict=True):
+                if name in by_name:
+                    state.add(by_name[name])
+                points.append((state.now, state.landed, level))
+        else:
+            points = [(state.now, state.landed, segment.backward)]
+            for weight in sorted(guessed[index], key=lambda w: -w.number):
+                points.append((state.add(weight), state.landed, segment.backward))
+        result[index] = max(points, key=sum)
+    return result, state.landed
 
 
 def _kept(setup: Setup, landed: int, size: int) -> int:

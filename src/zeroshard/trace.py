@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -62,20 +62,27 @@ class Inputs:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Stretch:
     """A segment that is being recorded. `like`: the earlier one whose figures it repeats."""
 
     unit: str
     saved: int = 0
     forward: int = 0
-    backward: int = 0
     flops: int = 0
+    order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
+    levels: list[int] = field(
+        default_factory=list
+    )  # the most that lived before the first, after the first, …
     like: _Stretch | None = None
 
     def done(self) -> Segment:
         source = self.like or self
-        return Segment(self.unit, source.saved, source.forward, source.backward, source.flops)
+        order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
+        most = max(source.levels, default=0)
+        return Segment(
+            self.unit, source.saved, source.forward, most, source.flops, order, tuple(source.levels)
+        )
 
 
 class _Meter(TorchDispatchMode):
@@ -128,7 +135,9 @@ class Tracer:
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
         self._stretches: list[_Stretch] = []
         self._backward: _Stretch | None = None
-        self._leaves: list[Tensor] = []
+        self._waiting: dict[str, dict[str, Tensor]] = {}  # by unit: leaves that have no gradient yet
+        self._arrived: list[Tensor] = []  # leaves that hold a gradient
+        self._grad_bytes = 0  # of those
         self._saved: dict[int, Any] = {}
         self._twins: dict[Any, tuple[_Stretch, Any]] = {}
         self._meter = _Meter(self._rose, self._worked)
@@ -149,7 +158,9 @@ class Tracer:
         result = loss(output) if loss is not None else default_loss(output, inputs)
         del output
         self._backward = self._stretches[-1]
+        self._backward.levels.append(self._level())
         result.backward()
+        self._look()
 
     # ------------------------------------------------------------------ fakes
 
@@ -160,7 +171,8 @@ class Tracer:
         for name, parameter in self.model.named_parameters():
             fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
             made[f"model.{name}"] = fake.requires_grad_(parameter.requires_grad)
-            self._leaves.append(fake)
+            owner = max((u for u in self.names if name.startswith(f"{u}.")), key=len, default="")
+            self._waiting.setdefault(owner, {})[name] = fake
             self._leave_out(fake)
         for name, buffer in self.model.named_buffers():
             fake = made[f"model.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
@@ -247,11 +259,26 @@ class Tracer:
             stretch = self._stretches[-1]
             stretch.forward = max(stretch.forward, now - self._below(stretch) + stretch.saved)
             return
+        self._look()
+        self._backward.levels[-1] = max(self._backward.levels[-1], self._level())
+
+    def _look(self) -> None:
+        """Gradients that have arrived since the last look. Those on leaves are the memory model's account."""
         stretch = self._backward
-        excess = now - self._below(stretch)
-        if excess > stretch.backward:  # gradients on leaves belong to the memory model's own account
-            excess -= sum(p.grad.untyped_storage().nbytes() for p in self._leaves if p.grad is not None)
-            stretch.backward = max(stretch.backward, excess)
+        assert stretch is not None
+        for unit in dict.fromkeys((stretch.unit, "")):
+            waiting = self._waiting.get(unit, {})
+            for name in [name for name, leaf in waiting.items() if leaf.grad is not None]:
+                leaf = waiting.pop(name)
+                assert leaf.grad is not None
+                self._arrived.append(leaf)
+                self._grad_bytes += leaf.grad.untyped_storage().nbytes()
+                stretch.order.append(name)
+                stretch.levels.append(self._level())
+
+    def _level(self) -> int:
+        assert self._backward is not None
+        return self._meter.now - self._grad_bytes - self._below(self._backward)
 
     def _below(self, stretch: _Stretch) -> int:
         """Bytes really saved up to and including a stretch; repeated ones saved nothing."""
@@ -285,9 +312,13 @@ class Tracer:
     def _arrive(self, stretch: _Stretch) -> None:
         """Backward has come to a segment: the gradients of the one before are in their buckets by now."""
         if stretch is not self._backward:
-            for leaf in self._leaves:
+            self._look()
+            for leaf in self._arrived:
                 leaf.grad = None
-            self._backward = stretch
+            self._arrived.clear()
+            self._grad_bytes, self._backward = 0, stretch
+            if not stretch.levels:
+                stretch.levels.append(self._level())
 
 
 @contextmanager
