@@ -144,11 +144,10 @@ class Plan:
 
     def _text(self, wide: bool) -> Group:
         limits = f"{show_bytes(self.limit)} per device"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks:,} ranks"
         if self.host_limit is not None:
             limits += f", {show_bytes(self.host_limit)} of host memory per node"
-        title = (
-            f"{self.model}: {self.parameters:,} parameters on {self.ranks:,} ranks ({self.machine}), {limits}"
-        )
+        title = f"{self.model}: {self.parameters:,} parameters on {ranks} ({self.machine}), {limits}"
         table = Table(title=title, title_justify="left", pad_edge=False)
         for name in (
             "plan",
