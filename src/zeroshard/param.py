@@ -155,8 +155,11 @@ class Bundle:
     def gather(self, epoch: int) -> None:
         """Start to fetch the peers' rows of this epoch, unless they are here or on their way."""
         stale = self.epoch < epoch
-        if self._work is not None or (self.residence is Residence.FULL and not stale):
+        if not stale and self.residence is not Residence.SHARDED:
             return
+        if self._work is not None:
+            self._work.wait()  # of an earlier epoch, in which this rank did not use it; peers may
+            self._work = None
         with torch.inference_mode(False), torch.no_grad():
             if self.full is None:
                 self.full = self.pool.take(self.pack.full, self.dtype, self)
