@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from zeroshard import build, host
-from zeroshard.host import HostUpdates, Part
+from zeroshard.host import HostUpdates
+from zeroshard.part import Part
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 41, 8, 20, 33
 CLIP = 4.0

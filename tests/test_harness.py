@@ -147,12 +147,14 @@ def sum_over_ranks(fail: bool) -> float:
 @pytest.mark.threads
 def test_threads() -> None:
     assert run_threads(3, sum_over_ranks, False) == [3.0, 3.0, 3.0]
+    hook = sys.excepthook
     with pytest.raises(
         RankFailure, match=r"(?s)sum_over_ranks failed on 3 of 3 ranks.*ValueError: the cause"
     ):
         run_threads(3, sum_over_ranks, True)
     assert run_threads(2, sum_over_ranks, False) == [2.0, 2.0]
     assert not dist.is_initialized()
+    assert sys.excepthook is hook
 
 
 def test_ulps() -> None:

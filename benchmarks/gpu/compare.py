@@ -1,4 +1,5 @@
-"""Systems side by side on one GPU: each in a process of its own, in turn, repeated; a table of ratios to plain PyTorch.
+"""Systems side by side on one GPU: each in a process of its own, in turn, repeated; a table of ratios to
+plain PyTorch.
 
     python benchmarks/gpu/compare.py core            # stages 0 to 3 and FSDP2 at 1.26 B
     python benchmarks/gpu/compare.py offload-1b      # optimizer on the host
@@ -35,7 +36,11 @@ def measure(system, size, extra, steps):
 
 def table(rows):
     base = statistics.median(r["step_s"] for r in rows if r["system"] == "plain" and "error" not in r)
-    lines = ["| system | step, s (min to max) | ÷ plain | GPU peak, GiB | host peak, GiB | host bytes a parameter | losses |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| system | step, s (min to max) | ÷ plain | GPU peak, GiB | host peak, GiB | host bytes a "
+        "parameter | losses |",
+        "|---|---|---|---|---|---|---|",
+    ]
     reference = next(r["losses"] for r in rows if r["system"] == "plain")
     for system in dict.fromkeys(r["system"] for r in rows):
         mine = [r for r in rows if r["system"] == system]
@@ -48,7 +53,10 @@ def table(rows):
         agrees = "agree" if gap < 5e-3 else f"differ by {gap:.1e}"
         peak, host = max(r["gpu_peak_gib"] for r in mine), max(r["VmHWM"] for r in mine)
         per = host * 2**30 / (mine[0]["params_b"] * 1e9)
-        lines.append(f"| {system} | {middle:.3f} ({min(times):.3f} to {max(times):.3f}) | {middle / base:.3f} | {peak:.3f} | {host:.2f} | {per:.2f} | {agrees} |")
+        lines.append(
+            f"| {system} | {middle:.3f} ({min(times):.3f} to {max(times):.3f}) | {middle / base:.3f} | "
+            f"{peak:.3f} | {host:.2f} | {per:.2f} | {agrees} |"
+        )
     return "\n".join(lines)
 
 
@@ -77,11 +85,21 @@ def main():
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             name = f"{datetime.date.today()}-gpu-{suite}"
-            facts = {"suite": suite, "device": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": args.commit or commit(),
-                     "command": f"python benchmarks/gpu/compare.py {suite}", "rows": rows}  # fmt: skip
+            facts = {
+                "suite": suite,
+                "device": torch.cuda.get_device_name(0),
+                "torch": torch.__version__,
+                "commit": args.commit or commit(),
+                "command": f"python benchmarks/gpu/compare.py {suite}",
+                "rows": rows,
+            }
             (args.out / f"{name}.json").write_text(json.dumps(facts, indent=1))
-            head = f"# {suite}, {facts['device']}, torch {facts['torch']}, commit {facts['commit']}\n\n`{facts['command']}`: Llama-shaped {size}, " \
-                   "8 × 2048 tokens a step, recomputation per block, clipping at 1.0, medians, one process per row in turn.\n\n"  # fmt: skip
+            head = (
+                f"# {suite}, {facts['device']}, torch {facts['torch']}, commit "
+                f"{facts['commit']}\n\n`{facts['command']}`: Llama-shaped {size}, "
+                "8 × 2048 tokens a step, recomputation per block, clipping at 1.0, medians, one process "
+                "per row in turn.\n\n"
+            )
             (args.out / f"{name}.md").write_text(head + text + "\n")
 
 

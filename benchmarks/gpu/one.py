@@ -1,14 +1,14 @@
 """One system, one size, one process on one GPU: prints a `RESULT {json}` line.
 
-Systems: `plain` (bf16 weights, fp32 master and AdamW on the GPU, written out in PyTorch), `fsdp2`, and `zs-STAGE` with options,
-e.g. `zs-3`, `zs-2:offload=host`. Every system trains the same Llama-shaped model on the same tokens with clipping at 1.0, so that
-losses can be compared; a row whose losses do not agree does not count.
+Systems: `plain` (bf16 weights, fp32 master and AdamW on the GPU, written out in PyTorch), `fsdp2`, and
+`zs-STAGE` with options, e.g. `zs-3`, `zs-2:offload=host`. Every system trains the same Llama-shaped model on
+the same tokens with clipping at 1.0, so that losses can be compared; a row whose losses do not agree does not
+count.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -65,7 +65,9 @@ def fsdp2(args, batch):
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("cuda:nccl,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
     model = build(args.size, torch.float32, "cuda")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -102,7 +104,9 @@ def zeroshard(args, batch):
 
     name, _, extra = args.system.partition(":")
     given = dict(item.split("=", 1) for item in extra.split(",") if item)
-    offload = {k: int(v) if v.isdigit() else v == "True" if v in ("True", "False") else v for k, v in given.items()}
+    offload = {
+        k: int(v) if v.isdigit() else v == "True" if v in ("True", "False") else v for k, v in given.items()
+    }
     options = {"clip_norm": CLIP, "offload": zs.Offload(**offload)} if offload else {}
     with torch.device("meta"):
         torch.set_default_dtype(torch.bfloat16)
@@ -112,7 +116,14 @@ def zeroshard(args, batch):
         model = build(args.size, torch.bfloat16, "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     run = zs.shard(model, optimizer, stage=int(name[3:]), precision="bf16", **options)
-    return (*loop(model, optimizer, args, batch, run, clip=not offload)[:2], lambda: {**run.stats().as_dict(), "norm": run._runtime.norm, "updates": getattr(run._runtime._host_updates, "counts", {})})
+    return (
+        *loop(model, optimizer, args, batch, run, clip=not offload)[:2],
+        lambda: {
+            **run.stats().as_dict(),
+            "norm": run._runtime.norm,
+            "updates": getattr(run._runtime._host_updates, "counts", {}),
+        },
+    )
 
 
 def memory():
@@ -135,7 +146,9 @@ def main():
     start = time.time()
     torch.cuda.set_device(0)
     if args.cap_gib:
-        torch.cuda.set_per_process_memory_fraction(args.cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(
+            args.cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
+        )
 
     def batch(i):
         generator = torch.Generator().manual_seed(1000 + i)
@@ -154,11 +167,18 @@ def main():
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     tokens = args.mbs * args.seq * args.accum
-    out.update(step_s=statistics.median(times[2:]), times=[round(t, 4) for t in times], losses=[round(x, 4) for x in losses],
-               norms=[round(float(n), 3) for n in norms], tok_s=tokens / statistics.median(times[2:]),
-               tflops=flops_per_token(args.size, args.seq) * tokens / statistics.median(times[2:]) / 1e12,
-               gpu_peak_gib=torch.cuda.max_memory_allocated() / 2**30, gpu_reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
-               **memory(), stats=stats())  # fmt: skip
+    out.update(
+        step_s=statistics.median(times[2:]),
+        times=[round(t, 4) for t in times],
+        losses=[round(x, 4) for x in losses],
+        norms=[round(float(n), 3) for n in norms],
+        tok_s=tokens / statistics.median(times[2:]),
+        tflops=flops_per_token(args.size, args.seq) * tokens / statistics.median(times[2:]) / 1e12,
+        gpu_peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+        gpu_reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
+        **memory(),
+        stats=stats(),
+    )
     if args.trace:
         from torch.profiler import ProfilerActivity, profile
 

@@ -1,5 +1,6 @@
-"""Ranks compared with one another before anything is sharded. What can differ between ranks is exchanged once, and a difference is
-raised on every rank with the same text: a rank that raises alone is a hang elsewhere."""
+"""Ranks compared with one another before anything is sharded. What can differ between ranks is exchanged
+once, and a difference is raised on every rank with the same text: a rank that raises alone is a hang
+elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ _ADVICE = {
 
 def describe(model: nn.Module, optimizers: list[Optimizer], options: Options) -> dict[str, dict[str, str]]:
     """All that must be the same on every rank, as topic → item → text."""
-    parameters = {f"`{n}`": _tensor_text(p) + ("" if p.requires_grad else ", frozen") for n, p in model.named_parameters()}
+    parameters = {
+        f"`{n}`": _tensor_text(p) + ("" if p.requires_grad else ", frozen")
+        for n, p in model.named_parameters()
+    }
     buffers = {f"buffer `{n}`": _tensor_text(b) for n, b in model.named_buffers()}
     names = {id(p): n for n, p in model.named_parameters()}
     groups = {}
@@ -34,7 +38,11 @@ def describe(model: nn.Module, optimizers: list[Optimizer], options: Options) ->
         groups[f"optimizer {number}"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             held = ",".join(names.get(id(p), "?") for p in group["params"])
-            facts = {k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, bool, str, tuple, type(None)))}
+            facts = {
+                k: v
+                for k, v in group.items()
+                if k != "params" and isinstance(v, (int, float, bool, str, tuple, type(None)))
+            }
             groups[f"optimizer {number} group {index}"] = f"{facts} over {_digest(held)}"
     return {
         "model": parameters | buffers,
@@ -55,7 +63,9 @@ def compare(transport: Transport, mine: dict[str, dict[str, str]]) -> None:
         for item in items:
             texts = [told[topic].get(item, "missing") for told in everyone]
             if len(set(texts)) > 1:
-                raise RankError(f"ranks disagree about the {topic}: {item} is {_by_rank(texts)}. {_ADVICE[topic]}")
+                raise RankError(
+                    f"ranks disagree about the {topic}: {item} is {_by_rank(texts)}. {_ADVICE[topic]}"
+                )
     raise RankError("ranks disagree about the order of the parameters. Every rank must build the same model.")
 
 
@@ -88,6 +98,12 @@ def _by_rank(texts: list[str]) -> str:
     for text, _ in Counter(texts).most_common():
         ranks = [rank for rank, other in enumerate(texts) if other == text]
         dense = ranks[-1] - ranks[0] + 1 == len(ranks)
-        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if dense else ", ".join(map(str, ranks))
+        shown = (
+            str(ranks[0])
+            if len(ranks) == 1
+            else f"{ranks[0]}-{ranks[-1]}"
+            if dense
+            else ", ".join(map(str, ranks))
+        )
         parts.append(f"{text} on rank{'s' if len(ranks) > 1 else ''} {shown}")
     return " and ".join(parts)

@@ -23,7 +23,7 @@ from .hooks import Hooks
 from .keeper import Keeper
 from .launch.environment import join
 from .runtime import Runtime
-from .shard import Param, mesh_over
+from .shard import Faces, Param, mesh_over
 from .snapshot import Company
 from .state import give_back
 from .stats import Stats
@@ -36,19 +36,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("zeroshard")
 
 
-def shard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *, group: ProcessGroup | None = None,
-          init: Init | None = None, **options: Unpack[OptionKeys]) -> Run:  # fmt: skip
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    init: Init | None = None,
+    **options: Unpack[OptionKeys],
+) -> Run:
     """Shard a model and its optimizer over the ranks, in place. The training loop stays plain PyTorch.
 
     - `stage`: 0 data parallel, 1 + optimizer state sharded, 2 + gradients, 3 + parameters (default 3).
     - `precision`: None (as the model is), ``"bf16"``, ``"fp16"`` or a `Precision`.
-    - `units`: ``"auto"`` (the repeated blocks), ``"none"``, or patterns of module names gathered together, e.g. ``"blocks.*"``.
+    - `units`: ``"auto"`` (the repeated blocks), ``"none"``, or patterns of module names gathered together,
+      e.g. ``"blocks.*"``.
     - `bucket_bytes`: gradients travel in buckets of this size (default ``"25MiB"``).
     - `prefetch`: how many units ahead parameters are gathered at stage 3 (default 1).
     - `recompute`: True, or patterns of units, to recompute activations in backward instead of keeping them.
-    - `split`: how tensors are divided: ``"rows"``, ``"whole"`` (each tensor on one rank, for optimizers that need matrices), or
-      ``"auto"``, which knows torch's element-wise optimizers and treats all others as needing whole tensors.
-    - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them ``"local"``.
+    - `split`: how tensors are divided: ``"rows"``, ``"whole"`` (each tensor on one rank, for optimizers that
+      need matrices), or ``"auto"``, which knows torch's element-wise optimizers and treats all others as
+      needing whole tensors.
+    - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them
+      ``"local"``.
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
@@ -62,7 +71,9 @@ def shard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
     >>> run.close()
     """
     chosen = Options.of(dict(options))
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = (
+        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    )
     _check(model, optimizers, chosen)
     if group is None:
         join()
@@ -73,12 +84,19 @@ def shard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
         _equalise(model, transport)
         distributed = transport.size > 1 and chosen.stage > 0
         mesh = mesh_over(group, device) if distributed else None
-        runtime = Builder(model, optimizers, chosen, transport, mesh, device).build(init)
+        runtime = Builder(model, optimizers, chosen, transport, Faces(transport.rank, mesh), device).build(
+            init
+        )
         hooks = Hooks(model, runtime)
         hooks.install(_recomputed(runtime, chosen))
         if transport.size > 1 and chosen.buffers == "broadcast":
-            runtime.buffers = [b for m in model.modules() if getattr(m, "track_running_stats", False)
-                               for b in m._buffers.values() if b is not None]  # fmt: skip
+            runtime.buffers = [
+                b
+                for m in model.modules()
+                if getattr(m, "track_running_stats", False)
+                for b in m._buffers.values()
+                if b is not None
+            ]
     except BaseException:
         transport.close()
         raise
@@ -96,43 +114,64 @@ def _check(model: nn.Module, optimizers: list[Optimizer], options: Options) -> N
     names = {id(p): n for n, p in model.named_parameters()}
     if not names:
         raise ModelError(f"{type(model).__name__} has no parameters to shard.")
-    if any(hasattr(p, "_zeroshard") or type(p.data).__name__ == "DTensor" for p in model.parameters()):
-        raise ModelError("this model holds DTensors: it is sharded already. Close the earlier run first, or shard once.")
-    for number, optimizer in enumerate(optimizers):
+    if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
+        raise ModelError(
+            "this model holds DTensors: it is sharded already. Close the earlier run first, or shard once."
+        )
+    for optimizer in optimizers:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
             raise ModelError(f"shard() takes torch optimizers, not {kind}.")
         refuse_unfit(optimizer)
         if optimizer.state:
-            raise ModelError(f"{kind} has stepped already: it holds state for {len(optimizer.state)} parameters. "
-                             "Call shard() before the first step, then load a checkpoint.")  # fmt: skip
+            raise ModelError(
+                f"{kind} has stepped already: it holds state for {len(optimizer.state)} parameters. "
+                "Call shard() before the first step, then load a checkpoint."
+            )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         strangers = sum(id(p) not in names for p in held)
         if strangers:
-            raise ModelError(f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the optimizer from "
-                             "model.parameters(), after the model is complete, and pass that very model.")  # fmt: skip
+            raise ModelError(
+                f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the "
+                "optimizer from "
+                "model.parameters(), after the model is complete, and pass that very model."
+            )
     if options.recompute and isinstance(options.recompute, bool) and options.units == "none":
-        raise OptionError("recompute=True recomputes units, and units=\"none\" leaves none: name units, or drop recompute.")
+        raise OptionError(
+            'recompute=True recomputes units, and units="none" leaves none: name units, or drop recompute.'
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:
     devices = {p.device for p in model.parameters() if not p.is_meta}
     if len(devices) > 1:
-        raise ModelError(f"the model is on several devices ({', '.join(map(str, sorted(map(str, devices))))}): move it to one first.")
+        raise ModelError(
+            f"the model is on several devices ({', '.join(map(str, sorted(map(str, devices))))}): move it "
+            "to one first."
+        )
     if devices:
         return devices.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _equalise(model: nn.Module, transport: Transport) -> None:
-    """Start from the same values everywhere: where ranks differ, rank 0's are taken, and the first such tensor is named."""
+    """Start from the same values everywhere: where ranks differ, rank 0's are taken, and the first such
+    tensor is named."""
     if transport.size == 1:
         return
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     names = agree.differing_values(transport, tensors)
     if names:
         if transport.rank == 0:
-            log.warning("initial values differ between ranks (%d tensors, first `%s`); rank 0's are used", len(names), names[0])
+            log.warning(
+                "initial values differ between ranks (%d tensors, first `%s`); rank 0's are used",
+                len(names),
+                names[0],
+            )
         with torch.no_grad():
             transport.broadcast("initial values", [tensors[name].data for name in names])
 
@@ -145,7 +184,8 @@ def _recomputed(runtime: Runtime, options: Options) -> list[str]:
 
 
 class Run:
-    """Handle of a sharded model. It has no forward, backward or step: those stay the model's, the loss's and the optimizer's."""
+    """Handle of a sharded model. It has no forward, backward or step: those stay the model's, the loss's
+    and the optimizer's."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, hooks: Hooks, keeper: Keeper) -> None:
         self.model, self._runtime, self._hooks, self._keeper = model, runtime, hooks, keeper
@@ -175,9 +215,11 @@ class Run:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication; the first backward outside of the block reduces them all.
+        """Accumulate gradients without communication; the first backward outside of the block reduces them
+        all.
 
-        Costs memory for a whole gradient on every rank meanwhile. Without it, accumulation works too: each backward is reduced.
+        Costs memory for a whole gradient on every rank meanwhile. Without it, accumulation works too: each
+        backward is reduced.
         """
         before, self._runtime.sync = self._runtime.sync, False
         try:
@@ -187,15 +229,20 @@ class Run:
 
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:
-        """The named parameters (patterns allowed; none: all) as whole plain tensors in master precision, standing in the model.
+        """The named parameters (patterns allowed; none: all) as whole plain tensors in master precision,
+        standing in the model.
 
-        Every rank calls it. With `write=True`, what is in them at the end becomes the model's; every rank must write the same.
+        Every rank calls it. With `write=True`, what is in them at the end becomes the model's; every rank
+        must write the same.
         """
         runtime = self._open()
         runtime.settle_host()
         wanted = set(matching(names or ("*",), [p.name for p in runtime.params], "parameter", "parameters"))
         chosen = [p for p in runtime.params if p.name in wanted]
-        whole = {p.name: nn.Parameter(runtime.collect(p.read_master(), p.slot), requires_grad=p.trainable) for p in chosen}
+        whole = {
+            p.name: nn.Parameter(runtime.collect(p.read_master(), p.slot), requires_grad=p.trainable)
+            for p in chosen
+        }
         for param in chosen:
             param.stand(whole[param.name])
         try:
@@ -219,7 +266,8 @@ class Run:
 
     @contextmanager
     def kept_full(self) -> Iterator[None]:
-        """Gather the whole model once and keep it until the end of the block: forward passes inside need no communication.
+        """Gather the whole model once and keep it until the end of the block: forward passes inside need no
+        communication.
 
         For generation where ranks stop at different lengths. Every rank enters the block.
         """
@@ -227,27 +275,44 @@ class Run:
             yield
 
     def publish(self) -> None:
-        """Say that parameters were written by hand (`p.data.clamp_()`), so that the next forward uses them. Every rank calls it."""
+        """Say that parameters were written by hand (`p.data.clamp_()`), so that the next forward uses
+        them. Every rank calls it."""
         runtime = self._open()
         runtime.changed()
         runtime.publish()
 
-    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, schedulers: Sequence[Any] = (),
-             scalers: Sequence[Any] = (), keep: int | None = None, background: bool = False) -> Saved | PendingSave:  # fmt: skip
-        """Save all that training needs to go on, at any number of ranks, stage or tier. Every rank calls it, after a step.
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        schedulers: Sequence[Any] = (),
+        scalers: Sequence[Any] = (),
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Saved | PendingSave:
+        """Save all that training needs to go on, at any number of ranks, stage or tier. Every rank calls it,
+        after a step.
 
         - `extra`: plain data and tensors of yours, such as the position in the data; rank 0's is stored.
         - `schedulers`, `scalers`: objects whose `state_dict()` is saved.
         - `keep`: remove the oldest checkpoints beside this one beyond that many.
-        - `background`: go on training while a thread writes; `wait()` of the result is the finished save. A failed one is logged,
-          and told by the next.
+        - `background`: go on training while a thread writes; `wait()` of the result is the finished save. A
+          failed one is logged, and told by the next.
         """
         self._open()
         return self._keeper.save(path, Company(extra, tuple(schedulers), tuple(scalers)), keep, background)
 
-    def load(self, path: str | os.PathLike[str], *, schedulers: Sequence[Any] = (), scalers: Sequence[Any] = (),
-             strict: bool = True) -> dict[str, Any]:  # fmt: skip
-        """Go on from a checkpoint: into the model, its optimizers and what is handed in. Every rank calls it. Returns the `extra`.
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        schedulers: Sequence[Any] = (),
+        scalers: Sequence[Any] = (),
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint: into the model, its optimizers and what is handed in. Every rank calls it.
+        Returns the `extra`.
 
         `strict=False` loads what agrees where the model or the optimizer has changed.
         """
@@ -262,23 +327,40 @@ class Run:
         live, peak = dict(runtime.ledger.live), dict(runtime.ledger.peak)
         # On the host, what the overlapped update works on is booked already; the rest is the optimizer's own.
         hosted = runtime.host is not None and runtime.host.offload.optimizer == "host"
-        kind, more = ("host", state - runtime.host.shown_bytes()) if runtime.host is not None and hosted else ("state", state)
+        kind, more = (
+            ("host", state - runtime.host.shown_bytes())
+            if runtime.host is not None and hosted
+            else ("state", state)
+        )
         live[kind] += more
         peak[kind] += more
         if self.size == 1:
             grads = sum(p.home.grad.nbytes for p in runtime.params if p.home.grad is not None)
             live["gradients"] += grads
             peak["gradients"] = max(peak["gradients"], grads)
-        return Stats(runtime.steps, counters.sent, counters.received, counters.waited, live, peak, self._data_parallel_bytes(state),
-                     runtime.norm, runtime.update_counts())  # fmt: skip
+        return Stats(
+            runtime.steps,
+            counters.sent,
+            counters.received,
+            counters.waited,
+            live,
+            peak,
+            self._data_parallel_bytes(state),
+            runtime.norm,
+            runtime.update_counts(),
+        )
 
     def _data_parallel_bytes(self, state: int) -> int:
-        """What every rank would hold without sharding. The optimizer's state is scaled up from the rows that are here."""
+        """What every rank would hold without sharding. The optimizer's state is scaled up from the rows
+        that are here."""
         runtime = self._runtime
         whole = sum(p.slot.numel for p in runtime.params if p.trainable)
         held = sum(p.slot.held(self.rank) for p in runtime.params if p.trainable)
-        weights = sum(p.slot.numel * (p.leaf.element_size() + (p.local.element_size() if p.local.dtype != p.leaf.dtype else 0))
-                      for p in runtime.params)  # fmt: skip
+        weights = sum(
+            p.slot.numel
+            * (p.leaf.element_size() + (p.local.element_size() if p.local.dtype != p.leaf.dtype else 0))
+            for p in runtime.params
+        )
         grads = sum(p.slot.numel * p.leaf.element_size() for p in runtime.params if p.trainable)
         return weights + grads + (state * whole // held if held else 0)
 
@@ -314,5 +396,9 @@ class Run:
         return self._runtime
 
     def __repr__(self) -> str:
-        state = "closed" if self._runtime.closed else f"stage {self.options.stage}, rank {self.rank} of {self.size}, {self.transport}"
+        state = (
+            "closed"
+            if self._runtime.closed
+            else f"stage {self.options.stage}, rank {self.rank} of {self.size}, {self.transport}"
+        )
         return f"<zeroshard.Run {type(self.model).__name__}: {state}>"

@@ -1,7 +1,7 @@
 """From a plain model and its optimizers to a runtime: layout, buffers, homes and leaves, unit by unit.
 
-A meta parameter is materialised module by module, its rows are kept and the rest is let go at once: no rank ever holds a whole
-model that it does not keep.
+A meta parameter is materialised module by module, its rows are kept and the rest is let go at once: no rank
+ever holds a whole model that it does not keep.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .comm import Region, Transport
@@ -20,11 +19,12 @@ from .config import Options, Precision
 from .errors import ModelError, OptionError
 from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
 from .layout import ALIGN, Pack, Slot, Split, buckets, slots_for
+from .live import LiveUnit, leaf_of
 from .native import split
 from .param import Bundle, Placement
 from .place import Host
 from .pool import Ledger, Pool
-from .runtime import LiveUnit, Runtime, leaf_of
+from .runtime import Runtime
 from .shard import Faces, Param, make_home
 from .step import Update, rows_suffice
 from .tier import Copies
@@ -36,20 +36,35 @@ Init = Callable[[nn.Module], None]
 
 
 class Builder:
-    """Makes the runtime of one `shard()`. All ranks run it in the same order: the transport's regions depend on it."""
+    """Makes the runtime of one `shard()`. All ranks run it in the same order: the transport's regions
+    depend on it."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options, transport: Transport,
-                 mesh: DeviceMesh | None, device: torch.device) -> None:  # fmt: skip
-        self.model, self.optimizers, self.options, self.transport = model, list(optimizers), options, transport
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        options: Options,
+        transport: Transport,
+        faces: Faces,
+        device: torch.device,
+    ) -> None:
+        self.model, self.optimizers, self.options, self.transport = (
+            model,
+            list(optimizers),
+            options,
+            transport,
+        )
         self.device = device
         self.ledger = Ledger()
-        self.faces = Faces(transport.rank, mesh)
+        self.faces = faces
         self.copies = Copies(device)
         self.runtime = Runtime(options, transport, self.faces, Pool(device, self.ledger), self.ledger)
         self.host: Host | None = None
         if options.offload is not None:
             _check_offload(options, transport)
-            self.host = self.runtime.host = Host(options, self.optimizers, transport.rank, self.copies, self.ledger)
+            self.host = self.runtime.host = Host(
+                options, self.optimizers, transport.rank, self.copies, self.ledger
+            )
 
     def build(self, init: Init | None) -> Runtime:
         units = find_units(self.model, self.options.units)
@@ -79,12 +94,23 @@ class Builder:
     def _slots(self, tenants: list[Tenant]) -> dict[str, Slot]:
         """A slot per parameter: rows, or whole tensors where its optimizer needs them."""
         world = self.transport.size
-        whole = {id(p) for o in self.optimizers if self._needs_whole(o) for g in o.param_groups for p in g["params"]}
+        whole = {
+            id(p)
+            for o in self.optimizers
+            if self._needs_whole(o)
+            for g in o.param_groups
+            for p in g["params"]
+        }
         result: dict[str, Slot] = {}
         splits: tuple[tuple[Split, bool], ...] = (("rows", False), ("whole", True))
-        for split, chosen in splits:
-            group = [(t.name, tuple(t.parameter.shape)) for t in tenants if (id(t.parameter) in whole) == chosen]
-            result |= {slot.name: slot for slot in slots_for(group, world, split if self.options.shards_state else "copy")}
+        for how, chosen in splits:
+            group = [
+                (t.name, tuple(t.parameter.shape)) for t in tenants if (id(t.parameter) in whole) == chosen
+            ]
+            result |= {
+                slot.name: slot
+                for slot in slots_for(group, world, how if self.options.shards_state else "copy")
+            }
         return result
 
     def _needs_whole(self, optimizer: Optimizer) -> bool:
@@ -103,14 +129,24 @@ class Builder:
         groups: dict[tuple[torch.dtype, torch.dtype], list[Tenant]] = {}
         for tenant in unit.tenants:
             groups.setdefault(self._dtypes(tenant), []).append(tenant)
-        return [self._bundle(f"{unit.label}/{number}", tenants, slots, dtypes, fresh)
-                for number, (dtypes, tenants) in enumerate(groups.items())]  # fmt: skip
+        return [
+            self._bundle(f"{unit.label}/{number}", tenants, slots, dtypes, fresh)
+            for number, (dtypes, tenants) in enumerate(groups.items())
+        ]
 
-    def _bundle(self, key: str, tenants: list[Tenant], slots: dict[str, Slot], dtypes: tuple[torch.dtype, torch.dtype],
-                fresh: _Materialiser) -> Bundle:  # fmt: skip
+    def _bundle(
+        self,
+        key: str,
+        tenants: list[Tenant],
+        slots: dict[str, Slot],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        fresh: _Materialiser,
+    ) -> Bundle:
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
         transport = self.transport
-        bundle = Bundle(key, pack, dtypes, self._placement(), transport, self.runtime.pool, self.ledger, self.copies)
+        bundle = Bundle(
+            key, pack, dtypes, self._placement(), transport, self.runtime.pool, self.ledger, self.copies
+        )
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
         if self.host is not None and bundle.placement.state == "host":
@@ -126,11 +162,14 @@ class Builder:
                 if local[index].data_ptr() != compute[index].data_ptr():
                     local[index].copy_(rows)
                 if tenant.name in remainders:
-                    # The weight too: where a value lies half way between two of bf16, `split` does not round as `copy_` does.
+                    # The weight too: where a value lies half way between two of bf16, `split` does not round
+                    # as `copy_` does.
                     weight, remainder = split(rows.float().cpu().reshape(-1))
                     compute[index].copy_(weight.view(compute[index].shape))
                     remainders[tenant.name].copy_(remainder)
-            leaf = leaf_of(full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad)
+            leaf = leaf_of(
+                full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad
+            )
             home = make_home(tenant, slot, local[index], self.faces)
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))
             bundle.params[-1].remainder = remainders.get(tenant.name)
@@ -141,8 +180,11 @@ class Builder:
         offload = self.options.offload
         streamed = offload is not None and offload.parameters == "host"
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
-        return Placement(resident, "host" if offload is not None and offload.optimizer == "host" else "device",
-                         "host" if streamed else "device")  # fmt: skip
+        return Placement(
+            resident,
+            "host" if offload is not None and offload.optimizer == "host" else "device",
+            "host" if streamed else "device",
+        )
 
     # ------------------------------------------------------------------ gradients
 
@@ -154,18 +196,32 @@ class Builder:
         sinks: dict[str, Sink] = {}
         if self.host is not None:
             counted = self.transport.rank == 0 or self.options.stage == 0
-            sinks = self.host.sinks(by_name, {name: landed for name, (_, landed) in dtypes.items()}, self.faces, counted)
+            sinks = self.host.sinks(
+                by_name, {name: landed for name, (_, landed) in dtypes.items()}, self.faces, counted
+            )
         plots = self.host.plots if self.host is not None else []
         if self.transport.size == 1:
-            local = [LocalBucket([by_name[n] for n in plot.names], plot.spans, plot.numel, dtypes[plot.names[0]][1], sinks[plot.names[0]])
-                     for plot in plots]  # fmt: skip
+            local = [
+                LocalBucket(
+                    [by_name[n] for n in plot.names],
+                    plot.spans,
+                    plot.numel,
+                    dtypes[plot.names[0]][1],
+                    sinks[plot.names[0]],
+                )
+                for plot in plots
+            ]
             return LocalGradients(trainable, [dtypes[p.name][1] for p in trainable], local)
         on_host = {name for plot in plots for name in plot.names}
         groups: dict[tuple[torch.dtype, torch.dtype], list[list[Param]]] = {}
         for plot in plots:
             groups.setdefault(dtypes[plot.names[0]], []).append([by_name[n] for n in plot.names])
         for pair in dict.fromkeys(dtypes.values()):
-            sizes = [(p.name, p.leaf.numel() * pair[0].itemsize) for p in trainable if dtypes[p.name] == pair and p.name not in on_host]
+            sizes = [
+                (p.name, p.leaf.numel() * pair[0].itemsize)
+                for p in trainable
+                if dtypes[p.name] == pair and p.name not in on_host
+            ]
             for names in buckets(sizes, self.options.bucket_bytes):
                 groups.setdefault(pair, []).append([by_name[n] for n in names])
         result: list[Bucket] = []
@@ -183,19 +239,27 @@ class Builder:
             return param.leaf.dtype, param.leaf.dtype
         return getattr(torch, precision.wire), getattr(torch, precision.landed)
 
-    def _buckets(self, dtypes: tuple[torch.dtype, torch.dtype], members: list[list[Param]], first: int) -> list[Bucket]:
+    def _buckets(
+        self, dtypes: tuple[torch.dtype, torch.dtype], members: list[list[Param]], first: int
+    ) -> list[Bucket]:
         align = self.host.align if self.host is not None else ALIGN
-        packs = [Pack(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True, align=align) for ps in members]
+        packs = [
+            Pack(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True, align=align)
+            for ps in members
+        ]
         wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes[0])
-        return [Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
-                for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))]  # fmt: skip
+        return [
+            Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
+            for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))
+        ]
 
     def _grad_slot(self, slot: Slot) -> Slot:
         """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
         return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot
 
     def _wires(self, key: str, packs: list[Pack], dtype: torch.dtype) -> list[Region]:
-        """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of few from stage 2 on."""
+        """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
+        few from stage 2 on."""
         keeps = not self.options.shards_grads
         count = len(packs) if keeps else min(RING, len(packs))
         sizes = [pack.wire for pack in packs] if keeps else [max(pack.wire for pack in packs)] * count
@@ -209,16 +273,22 @@ class Builder:
 def _check_offload(options: Options, transport: Transport) -> None:
     assert options.offload is not None
     if options.offload.parameters == "host" and transport.size > 1 and not options.shards_params:
-        raise OptionError(f"Offload(parameters=\"host\") streams parameters unit by unit, which stage {options.stage} does not: pass stage=3.")
+        raise OptionError(
+            f'Offload(parameters="host") streams parameters unit by unit, which stage {options.stage} '
+            "does not: pass stage=3."
+        )
 
 
 class _Materialiser:
     """Values of parameters: the user's own, or made on the spot for parameters on the meta device.
 
-    All ranks must draw the same random numbers, so that rows fit together: the draws start from a seed that rank 0 drew.
+    All ranks must draw the same random numbers, so that rows fit together: the draws start from a seed that
+    rank 0 drew.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, init: Init | None, transport: Transport) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, init: Init | None, transport: Transport
+    ) -> None:
         self.device, self.init = device, init
         self._values: dict[int, Tensor] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -239,11 +309,14 @@ class _Materialiser:
         self._values.pop(id(tenant.parameter), None)
 
     def _make(self, tenant: Tenant) -> None:
-        """Give the module real memory for its own parameters and buffers, initialise them, and put the meta ones back."""
+        """Give the module real memory for its own parameters and buffers, initialise them, and put the
+        meta ones back."""
         module = tenant.places[0].module
         metas = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         for name, p in metas.items():
-            module._parameters[name] = nn.Parameter(torch.empty_like(p, device=self.device), requires_grad=p.requires_grad)
+            module._parameters[name] = nn.Parameter(
+                torch.empty_like(p, device=self.device), requires_grad=p.requires_grad
+            )
         for name, b in module._buffers.items():
             if b is not None and b.is_meta:
                 module._buffers[name] = torch.empty_like(b, device=self.device)
@@ -267,6 +340,8 @@ class _Materialiser:
         else:
             path = self._names.get(id(module), "")
             raise ModelError(
-                f"`{tenant.name}` is on the meta device, and `{path or 'the model'}` ({type(module).__name__}) has no "
-                "reset_parameters() to fill it. Give the class one, or pass shard(..., init=function_of_a_module)."
+                f"`{tenant.name}` is on the meta device, and `{path or 'the model'}` "
+                f"({type(module).__name__}) has no "
+                "reset_parameters() to fill it. Give the class one, or pass shard(..., "
+                "init=function_of_a_module)."
             )

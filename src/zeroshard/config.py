@@ -1,7 +1,8 @@
 """Options: few, frozen, typed, validated when made, never ignored.
 
 Every option declares what it does to the numbers (`numerics`): ``exact`` (bit-equal to the run without it),
-``rounding`` (the same mathematics in fewer bits) or ``approximate`` (other mathematics). No torch in this file.
+``rounding`` (the same mathematics in fewer bits) or ``approximate`` (other mathematics). No torch in this
+file.
 """
 
 from __future__ import annotations
@@ -18,14 +19,28 @@ Numerics = Literal["exact", "rounding", "approximate"]
 Stage = Literal[0, 1, 2, 3]
 
 _DTYPES = {
-    "float32": "float32", "fp32": "float32",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float16": "float16", "fp16": "float16",
-    "float64": "float64", "fp64": "float64",
-}  # fmt: skip
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "float64": "float64",
+    "fp64": "float64",
+}
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b?)\s*", re.IGNORECASE)
-_SCALE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SCALE = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -45,7 +60,10 @@ def parse_bytes(value: int | str, what: str) -> int:
     else:
         match = _BYTES.fullmatch(value) if isinstance(value, str) else None
         if match is None:
-            raise OptionError(f'{what}={value!r} is not a size. Write bytes as an int, or a text such as "25MiB" or "1.5GB".')
+            raise OptionError(
+                f'{what}={value!r} is not a size. Write bytes as an int, or a text such as "25MiB" or '
+                '"1.5GB".'
+            )
         number = int(float(match[1]) * _SCALE[match[2].lower().removesuffix("b")])
     if number <= 0:
         raise OptionError(f"{what}={value!r} must be more than zero bytes.")
@@ -65,7 +83,9 @@ def dtype_name(value: str, what: str) -> str:
     """The full name of a floating dtype: ``bf16`` and ``bfloat16`` both give ``bfloat16``."""
     name = _DTYPES.get(str(value).removeprefix("torch."))
     if name is None:
-        raise OptionError(f"{what}={value!r} is not a floating dtype; choose one of {', '.join(DTYPE_BYTES)}.")
+        raise OptionError(
+            f"{what}={value!r} is not a floating dtype; choose one of {', '.join(DTYPE_BYTES)}."
+        )
     return name
 
 
@@ -73,8 +93,9 @@ def dtype_name(value: str, what: str) -> str:
 class Precision:
     """In which dtype a model computes, keeps its master weights, and reduces its gradients.
 
-    ``Precision("bfloat16")`` computes in bf16 with an fp32 master: parameters 2 bytes, gradients 2, master and Adam 12.
-    ``Precision("float16")`` is the same for fp16; its gradients land in fp32, because torch's GradScaler refuses fp16 ones.
+    ``Precision("bfloat16")`` computes in bf16 with an fp32 master: parameters 2 bytes, gradients 2, master
+    and Adam 12. ``Precision("float16")`` is the same for fp16; its gradients land in fp32, because torch's
+    GradScaler refuses fp16 ones.
 
     - `compute`: dtype of the leaves that the modules use.
     - `master`: dtype of the homes that the optimizer updates.
@@ -96,7 +117,9 @@ class Precision:
                 object.__setattr__(self, field, dtype_name(value, f"Precision.{field}"))
         object.__setattr__(self, "keep", patterns(self.keep, "Precision.keep"))
         if DTYPE_BYTES[self.master] < DTYPE_BYTES[self.compute]:
-            raise OptionError(f"Precision: a {self.master} master cannot hold {self.compute} weights; swap the two.")
+            raise OptionError(
+                f"Precision: a {self.master} master cannot hold {self.compute} weights; swap the two."
+            )
 
     @property
     def numerics(self) -> Numerics:
@@ -115,7 +138,7 @@ def patterns(value: str | Sequence[str], what: str) -> tuple[str, ...]:
     """One pattern or several, as a tuple; anything else is an error."""
     result = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     if any(not isinstance(p, str) or not p for p in result):
-        raise OptionError(f"{what}={value!r} must be a name pattern such as \"blocks.*\", or several.")
+        raise OptionError(f'{what}={value!r} must be a name pattern such as "blocks.*", or several.')
     return result
 
 
@@ -128,12 +151,15 @@ class Offload:
 
     - `optimizer`: ``"host"`` keeps master weights and moments in host memory and updates them there.
     - `parameters`: ``"host"`` keeps the compute weights there too and streams them in unit by unit.
-    - `master`: ``"split"`` stores an fp32 master as the bf16 weight plus a 16-bit remainder: 2 bytes fewer, bit-exact.
+    - `master`: ``"split"`` stores an fp32 master as the bf16 weight plus a 16-bit remainder: 2 bytes fewer,
+      bit-exact.
     - `moments`: ``"int8"`` stores Adam's moments in blocks of 8-bit codes: 6 bytes fewer (`rounding`).
-    - `undo`: whether room is kept to take early updates back when the norm exceeds `clip_norm` (2 bytes a parameter on the device
-      during backward). Without it such a step is an error.
-    - `threads`: worker threads for the update (default: the cores this process may use, less two that launch work).
-    - `stages`, `stage_bytes`: the pinned staging ring between device and host; gradients go out in parts of that size.
+    - `undo`: whether room is kept to take early updates back when the norm exceeds `clip_norm` (2 bytes a
+      parameter on the device during backward). Without it such a step is an error.
+    - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
+      work).
+    - `stages`, `stage_bytes`: the pinned staging ring between device and host; gradients go out in parts of
+      that size.
 
     Exact, except for 8-bit moments.
     """
@@ -148,16 +174,29 @@ class Offload:
     stage_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
-        known = {"optimizer": ("device", "host"), "parameters": ("device", "host"), "master": ("plain", "split"),
-                 "moments": ("float32", "int8")}  # fmt: skip
+        known = {
+            "optimizer": ("device", "host"),
+            "parameters": ("device", "host"),
+            "master": ("plain", "split"),
+            "moments": ("float32", "int8"),
+        }
         for field, values in known.items():
             value = getattr(self, field)
             if value not in values:
-                raise OptionError(f"Offload.{field}={value!r} is not one of {', '.join(values)}.{did_you_mean(str(value), values)}")
+                raise OptionError(
+                    f"Offload.{field}={value!r} is not one of "
+                    f"{', '.join(values)}.{did_you_mean(str(value), values)}"
+                )
         if self.optimizer == "device" and self.parameters == "device":
-            raise OptionError("Offload(optimizer=\"device\", parameters=\"device\") offloads nothing: drop offload=, or say \"host\".")
+            raise OptionError(
+                'Offload(optimizer="device", parameters="device") offloads nothing: drop offload=, or '
+                'say "host".'
+            )
         if self.optimizer == "device" and (self.master == "split" or self.moments == "int8"):
-            raise OptionError("Offload: master=\"split\" and moments=\"int8\" belong to the host update; they need optimizer=\"host\".")
+            raise OptionError(
+                'Offload: master="split" and moments="int8" belong to the host update; they need '
+                'optimizer="host".'
+            )
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
         if self.stages < 2:
             raise OptionError(f"Offload.stages={self.stages}: at least two buckets must be in flight.")
@@ -191,7 +230,9 @@ class Options:
             name = dtype_name(self.precision, "precision")
             put(self, "precision", None if name == "float32" else Precision(name))
         elif self.precision is not None and not isinstance(self.precision, Precision):
-            raise OptionError(f"precision={self.precision!r} must be a Precision, or one of bf16, fp16, fp32.")
+            raise OptionError(
+                f"precision={self.precision!r} must be a Precision, or one of bf16, fp16, fp32."
+            )
         if self.units not in ("auto", "none"):
             put(self, "units", patterns(self.units, "units"))
         put(self, "bucket_bytes", parse_bytes(self.bucket_bytes, "bucket_bytes"))
@@ -202,12 +243,19 @@ class Options:
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise OptionError(f"offload={self.offload!r} must be a zs.Offload(...).")
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise OptionError(f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing).")
-        for field, known in (("split", ("auto", "rows", "whole")), ("buffers", ("broadcast", "local")),
-                             ("transport", ("auto", "shm", "gloo", "nccl"))):  # fmt: skip
+            raise OptionError(
+                f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
+            )
+        for field, known in (
+            ("split", ("auto", "rows", "whole")),
+            ("buffers", ("broadcast", "local")),
+            ("transport", ("auto", "shm", "gloo", "nccl")),
+        ):
             value = getattr(self, field)
             if value not in known:
-                raise OptionError(f"{field}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}")
+                raise OptionError(
+                    f"{field}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}"
+                )
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -215,7 +263,9 @@ class Options:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                raise OptionError(f"shard() has no option {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+                raise OptionError(
+                    f"shard() has no option {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+                )
         return cls(**given)
 
     @property

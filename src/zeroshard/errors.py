@@ -1,4 +1,5 @@
-"""The exception tree. Users catch `ZeroShardError`; each class also is the builtin that a reader would expect."""
+"""The exception tree. Users catch `ZeroShardError`; each class also is the builtin that a reader would
+expect."""
 
 
 class ZeroShardError(Exception):

@@ -1,25 +1,30 @@
-"""The life of a gradient: arrives on a leaf → copied into its bucket's wire → reduced → lands in this rank's rows.
+"""The life of a gradient: arrives on a leaf → copied into its bucket's wire → reduced → lands in this rank's
+rows.
 
 Tensors of a bucket (all flat; P = this rank's piece, W = the wire: the pieces of all ranks):
 
-- `wire`    wire dtype, W, a transport region. Stage 1 keeps one per bucket (the whole gradient stays in memory); the other stages
-            share a ring of a few.
-- `landed`  gradient dtype, P. Stages 2 and 3: a buffer of its own. Stage 1: this rank's piece of the wire, where dtypes agree.
-- `whole`   gradient dtype, full shapes. Stage 0 only: what `home.grad` shows after the pieces were gathered back.
+- `wire`    wire dtype, W, a transport region. Stage 1 keeps one per bucket (the whole gradient stays in
+  memory); the other stages share a ring of a few.
+- `landed`  gradient dtype, P. Stages 2 and 3: a buffer of its own. Stage 1: this rank's piece of the wire,
+  where dtypes agree.
+- `whole`   gradient dtype, full shapes. Stage 0 only: what `home.grad` shows after the pieces were gathered
+  back.
 
-[Note: used flags] A parameter that no rank used must keep `grad is None`, as in one process: AdamW would decay it otherwise. One
-that only some ranks used gets the average in which the others count as zero. So each piece ends with one element per slot: 1 where
-this rank has a gradient, else 0. After the sum every rank reads how many ranks used each parameter, at no extra message. A rank
-that used it itself need not look.
+[Note: used flags] A parameter that no rank used must keep `grad is None`, as in one process: AdamW would
+decay it otherwise. One that only some ranks used gets the average in which the others count as zero. So each
+piece ends with one element per slot: 1 where this rank has a gradient, else 0. After the sum every rank reads
+how many ranks used each parameter, at no extra message. A rank that used it itself need not look.
 
-[Note: one order] Buckets are reduced in one fixed order on all ranks, whatever order they fill in; what is not full when backward
-ends goes out then, with zeros. So no rank ever waits for a bucket that another rank will not send.
+[Note: one order] Buckets are reduced in one fixed order on all ranks, whatever order they fill in; what is
+not full when backward ends goes out then, with zeros. So no rank ever waits for a bucket that another rank
+will not send.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,8 +34,8 @@ from .layout import Pack
 from .pool import Ledger
 from .shard import Faces, Param
 
-
-# Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see `host`.
+# Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
+# `host`.
 Sink = Callable[[Tensor, list[bool]], None]
 
 
@@ -39,20 +44,34 @@ class Bucket:
 
     sink: Sink | None = None
 
-    def __init__(self, index: int, pack: Pack, params: Sequence[Param], wire: Region, transport: Transport,
-                 dtypes: tuple[torch.dtype, torch.dtype], device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self,
+        index: int,
+        pack: Pack,
+        params: Sequence[Param],
+        wire: Region,
+        transport: Transport,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+    ) -> None:
         self.index, self.pack, self.params, self.wire = index, pack, list(params), wire
         self.transport, self.device = transport, device
         self.wire_dtype, self.dtype = dtypes
         self.waiting = len(self.params)
         self._targets = self._make_targets()
-        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter takes its gradient.
-        self._equal = [views[0] for views in self._targets] if all(len(views) == 1 for views in self._targets) else None
+        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
+        # takes its gradient.
+        self._equal = (
+            [views[0] for views in self._targets] if all(len(views) == 1 for views in self._targets) else None
+        )
         self._flags = [self._flag_view(rank) for rank in range(pack.world)]
         self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
         self.landed: Tensor | None = None
         self.whole: Tensor | None = None
-        self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each rank's reduced piece
+        self.reduced, self.reduced_at = (
+            wire,
+            pack.starts,
+        )  # stage 0: where peers fetch each rank's reduced piece
         self.grads: list[Tensor] = []  # per parameter, what home.grad shows
 
     @property
@@ -60,13 +79,16 @@ class Bucket:
         return f"gradients {self.index} ({self.params[0].name} … {self.params[-1].name})"
 
     def _make_targets(self) -> list[list[Tensor]]:
-        """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one view per rank."""
+        """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
+        view per rank."""
         world, result = self.pack.world, []
-        offsets = [[start + at for at in self.pack.offsets(rank)] for rank, start in enumerate(self.pack.starts)]
+        offsets = [
+            [start + at for at in self.pack.offsets(rank)] for rank, start in enumerate(self.pack.starts)
+        ]
         for index, slot in enumerate(self.pack.slots):
             at = [offsets[rank][index] for rank in range(world)]
             held = [slot.held(rank) for rank in range(world)]
-            steps = {after - before for before, after in zip(at, at[1:], strict=False)}
+            steps = {after - before for before, after in pairwise(at)}
             if slot.split == "rows" and len(set(held)) == 1 and len(steps) == 1:
                 result.append([self.wire.mine.as_strided((world, held[0]), (steps.pop(), 1), at[0])])
             else:
@@ -91,7 +113,11 @@ class Bucket:
         grads = [leaf.grad for leaf in leaves]
         self.used = [grad is not None for grad in grads]
         everything = all(self.used)
-        flags = self._ones if everything else torch.tensor(self.used, dtype=self.wire_dtype, device=self._ones.device)
+        flags = (
+            self._ones
+            if everything
+            else torch.tensor(self.used, dtype=self.wire_dtype, device=self._ones.device)
+        )
         if everything and self._equal is not None and all(grad.is_contiguous() for grad in grads):  # type: ignore[union-attr]
             into, out_of = self._equal, [grad.view(self.pack.world, -1) for grad in grads]  # type: ignore[union-attr]
         else:
@@ -113,8 +139,14 @@ class Bucket:
 
     def reduce(self) -> Work:
         assert self.landed is not None
-        return self.transport.reduce("reduce", f"{self.wire.key}/{self.index}", self.wire, self.pack.pieces, self.landed,
-                                     1.0 / self.pack.world)  # fmt: skip
+        return self.transport.reduce(
+            "reduce",
+            f"{self.wire.key}/{self.index}",
+            self.wire,
+            self.pack.pieces,
+            self.landed,
+            1.0 / self.pack.world,
+        )
 
     def used_anywhere(self) -> list[bool]:
         """After the reduction: which parameters any rank used; see [Note: used flags]."""
@@ -128,7 +160,9 @@ class Bucket:
 class Gradients:
     """All buckets of a run: counts arrivals, sends what is due, lands what came back."""
 
-    def __init__(self, buckets: list[Bucket], transport: Transport, faces: Faces, stage: int, ledger: Ledger) -> None:
+    def __init__(
+        self, buckets: list[Bucket], transport: Transport, faces: Faces, stage: int, ledger: Ledger
+    ) -> None:
         self.buckets, self.transport, self.stage = buckets, transport, stage
         self.bucket_of = {id(p): b for b in buckets for p in b.params}
         self._next = 0
@@ -138,10 +172,13 @@ class Gradients:
             self._make_landing(bucket, faces, ledger)
 
     def _make_landing(self, bucket: Bucket, faces: Faces, ledger: Ledger) -> None:
-        """The tensors that `home.grad` will show, made once: memory and DTensor wrappers are reused every step."""
+        """The tensors that `home.grad` will show, made once: memory and DTensor wrappers are reused every
+        step."""
         rank, pack = self.transport.rank, bucket.pack
         start, size = pack.starts[rank], pack.pieces[rank]
-        in_place = self.stage <= 1 and bucket.dtype == bucket.wire_dtype and bucket.wire.mine.device == bucket.device
+        in_place = (
+            self.stage <= 1 and bucket.dtype == bucket.wire_dtype and bucket.wire.mine.device == bucket.device
+        )
         if in_place:
             bucket.landed = bucket.wire.mine[start : start + size]
         else:
@@ -150,18 +187,26 @@ class Gradients:
                 ledger.book("gradients", bucket.landed.nbytes)
         if self.stage == 0:
             if bucket.dtype != bucket.wire_dtype:
-                # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike at other stages.
-                bucket.reduced = self.transport.allocate(f"{bucket.wire.key} {bucket.index} reduced", size, bucket.dtype)
+                # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike
+                # at other stages.
+                bucket.reduced = self.transport.allocate(
+                    f"{bucket.wire.key} {bucket.index} reduced", size, bucket.dtype
+                )
                 bucket.reduced_at = (0,) * pack.world
                 if bucket.reduced.mine.device == bucket.device:
                     bucket.landed = bucket.reduced.mine
                 ledger.book("buckets", bucket.reduced.mine.nbytes)
             whole = bucket.whole = torch.zeros(pack.full, dtype=bucket.dtype, device=bucket.device)
             ledger.book("gradients", whole.nbytes)
-            bucket.grads = [whole[at : at + s.numel].view(s.shape) for s, at in zip(pack.slots, pack.full_offsets, strict=True)]
+            bucket.grads = [
+                whole[at : at + s.numel].view(s.shape)
+                for s, at in zip(pack.slots, pack.full_offsets, strict=True)
+            ]
             return
-        rows = [bucket.landed[at : at + s.held(rank)].view(s.local_shape(rank))
-                for s, at in zip(pack.slots, pack.offsets(rank), strict=True)]  # fmt: skip
+        rows = [
+            bucket.landed[at : at + s.held(rank)].view(s.local_shape(rank))
+            for s, at in zip(pack.slots, pack.offsets(rank), strict=True)
+        ]
         bucket.grads = [faces.show(view, slot) for view, slot in zip(rows, pack.slots, strict=True)]
 
     # ------------------------------------------------------------------ during backward
@@ -184,16 +229,21 @@ class Gradients:
         self._next += 1
 
     def _keep_aside(self, bucket: Bucket) -> None:
-        """Gradients of earlier backward passes, which the landing is about to overwrite, are added back when it has landed."""
+        """Gradients of earlier backward passes, which the landing is about to overwrite, are added back
+        when it has landed."""
         if bucket.sink is not None:
             return
         held = [p.home.grad for p in bucket.params]
         if any(g is not None for g in held):
             locals_ = [None if g is None else Faces.local(g) for g in held]
             ours = {Faces.local(g).data_ptr() for g in bucket.grads}
-            self._aside[bucket.index] = [g.clone() if g is not None and g.data_ptr() in ours else g for g in locals_]
+            self._aside[bucket.index] = [
+                g.clone() if g is not None and g.data_ptr() in ours else g for g in locals_
+            ]
             for param in bucket.params:
-                param.home.grad = None  # so that what a penalty on the weights adds meanwhile can be told apart
+                param.home.grad = (
+                    None  # so that what a penalty on the weights adds meanwhile can be told apart
+                )
 
     def _progress(self) -> None:
         while self._flying and self._flying[0][1].poll():
@@ -230,18 +280,31 @@ class Gradients:
         works = []
         for bucket in self.buckets:
             pack = bucket.pack
-            cuts = [[(bucket.reduced_at[r] + at, n) for at, n in cut] for r, cut in enumerate(pack.cuts_of_pieces())]
+            cuts = [
+                [(bucket.reduced_at[r] + at, n) for at, n in cut]
+                for r, cut in enumerate(pack.cuts_of_pieces())
+            ]
             flat = [g.view(-1) for g in bucket.grads]
-            out = [[f[s.rows(r)[0] * s.row : s.rows(r)[1] * s.row] for f, s in zip(flat, pack.slots, strict=True)]
-                   for r in range(pack.world)]  # fmt: skip
-            works.append(self.transport.gather("reduce", f"{bucket.wire.key}/whole{bucket.index}", bucket.reduced, cuts, out))
+            out = [
+                [
+                    f[s.rows(r)[0] * s.row : s.rows(r)[1] * s.row]
+                    for f, s in zip(flat, pack.slots, strict=True)
+                ]
+                for r in range(pack.world)
+            ]
+            works.append(
+                self.transport.gather(
+                    "reduce", f"{bucket.wire.key}/whole{bucket.index}", bucket.reduced, cuts, out
+                )
+            )
         for bucket, work in zip(self.buckets, works, strict=True):
             work.wait()
             self._show(bucket)
         self.transport.fence()
 
     def _show(self, bucket: Bucket) -> None:
-        """Set `home.grad`, adding what earlier backward passes had left there; or hand the gradient to the bucket's sink."""
+        """Set `home.grad`, adding what earlier backward passes had left there; or hand the gradient to the
+        bucket's sink."""
         if bucket.sink is not None:
             flat = bucket.whole if bucket.whole is not None else bucket.landed
             assert flat is not None
@@ -261,9 +324,10 @@ class Gradients:
             param.home.grad = bucket.grads[index]
 
     def redirect(self, param: Param, grad: Tensor) -> Tensor:
-        """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a penalty on the weights,
-        or by a layer that was called alone. What goes to the home instead: nothing, as long as the leaf's bucket can take it.
-        Later than that it stays, which is right for a penalty: it is the same on all ranks."""
+        """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a
+        penalty on the weights, or by a layer that was called alone. What goes to the home instead: nothing,
+        as long as the leaf's bucket can take it. Later than that it stays, which is right for a penalty: it
+        is the same on all ranks."""
         if self.bucket_of[id(param)].index < self._next:
             return grad
         with torch.no_grad():
@@ -273,12 +337,28 @@ class Gradients:
 
 
 class LocalBucket:
-    """One rank: gradients that go to a sink together, in one flat tensor made on the spot (and freed when the sink lets it go)."""
+    """One rank: gradients that go to a sink together, in one flat tensor made on the spot (and freed when
+    the sink lets it go)."""
 
-    def __init__(self, params: Sequence[Param], spans: Sequence[tuple[int, int]], numel: int, dtype: torch.dtype, sink: Sink) -> None:
-        self.params, self.spans, self.numel, self.dtype, self.sink = list(params), list(spans), numel, dtype, sink
+    def __init__(
+        self,
+        params: Sequence[Param],
+        spans: Sequence[tuple[int, int]],
+        numel: int,
+        dtype: torch.dtype,
+        sink: Sink,
+    ) -> None:
+        self.params, self.spans, self.numel, self.dtype, self.sink = (
+            list(params),
+            list(spans),
+            numel,
+            dtype,
+            sink,
+        )
         self.waiting = len(self.params)
-        self._padded = sum(n for _, n in self.spans) < numel  # padding counts towards the norm, so it must be zero
+        self._padded = (
+            sum(n for _, n in self.spans) < numel
+        )  # padding counts towards the norm, so it must be zero
 
     @torch.no_grad()
     def send(self) -> None:
@@ -287,8 +367,14 @@ class LocalBucket:
         if not any(used):
             return
         device = self.params[0].leaf.device
-        flat = (torch.empty if all(used) and not self._padded else torch.zeros)(self.numel, dtype=self.dtype, device=device)
-        pairs = [(flat[at : at + n], g.reshape(-1)) for (at, n), g in zip(self.spans, grads, strict=True) if g is not None]
+        flat = (torch.empty if all(used) and not self._padded else torch.zeros)(
+            self.numel, dtype=self.dtype, device=device
+        )
+        pairs = [
+            (flat[at : at + n], g.reshape(-1))
+            for (at, n), g in zip(self.spans, grads, strict=True)
+            if g is not None
+        ]
         torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
         for param in self.params:
             param.leaf.grad = None
@@ -296,11 +382,14 @@ class LocalBucket:
 
 
 class LocalGradients:
-    """One rank: nothing travels. The leaf's gradient itself becomes the home's, or goes to a sink with its bucket."""
+    """One rank: nothing travels. The leaf's gradient itself becomes the home's, or goes to a sink with its
+    bucket."""
 
     buckets: tuple[Bucket, ...] = ()
 
-    def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype], buckets: Sequence[LocalBucket] = ()) -> None:
+    def __init__(
+        self, params: Sequence[Param], dtypes: Sequence[torch.dtype], buckets: Sequence[LocalBucket] = ()
+    ) -> None:
         self._dtypes = dict(zip(params, dtypes, strict=True))
         self._local_buckets = list(buckets)
         self._bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
@@ -324,7 +413,8 @@ class LocalGradients:
         param.home.grad = grad if param.home.grad is None else param.home.grad.add_(grad)
 
     def finish(self) -> None:
-        """Land what was accumulated without synchronisation and not used since, and send buckets that did not fill."""
+        """Land what was accumulated without synchronisation and not used since, and send buckets that did
+        not fill."""
         for param in self._dtypes:
             if param not in self._bucket_of:
                 self._land(param)

@@ -1,4 +1,5 @@
-"""The only file that registers anything on the user's modules, tensors and optimizers. Everything registered is undone by `remove`."""
+"""The only file that registers anything on the user's modules, tensors and optimizers. Everything
+registered is undone by `remove`."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from .errors import ModelError, StateError
-from .runtime import LiveUnit, Runtime
+from .live import LiveUnit
+from .runtime import Runtime
 from .shard import Faces, Param
 from .state import show_state, take_state
 from .step import Update
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,13 +61,17 @@ class Hooks:
     # ------------------------------------------------------------------ modules
 
     def _on_modules(self, unit: LiveUnit) -> None:
-        """Enter and leave at the unit's own module, and for the root and for gathered units at every module that owns a parameter.
+        """Enter and leave at the unit's own module, and for the root and for gathered units at every module
+        that owns a parameter.
 
-        The latter make methods other than `forward`, and recomputation of a part of a unit, work like a call of the unit. Units
-        that are always whole need no such call in backward, and blocks are entered through their `forward`.
+        The latter make methods other than `forward`, and recomputation of a part of a unit, work like a call
+        of the unit. Units that are always whole need no such call in backward, and blocks are entered through
+        their `forward`.
         """
         modules = {id(unit.module): unit.module}
-        contains = type(unit.module).forward is nn.Module.forward  # it has no forward: its layers are called from outside
+        contains = (
+            type(unit.module).forward is nn.Module.forward
+        )  # it has no forward: its layers are called from outside
         if unit.sharded or contains or not unit.name:
             modules |= {id(pl.module): pl.module for p in unit.params for pl in p.places}
         runtime = self.runtime
@@ -81,8 +86,8 @@ class Hooks:
 
         opened: list[nn.Module] = []
 
-        # In a compiled unit the unit's own hooks have run already, and these would cut the graph at every layer. A frame that
-        # was begun compiled may be ended uncompiled: so only what was opened is closed.
+        # In a compiled unit the unit's own hooks have run already, and these would cut the graph at every
+        # layer. A frame that was begun compiled may be ended uncompiled: so only what was opened is closed.
         def before_inner(module: nn.Module, args: Any) -> None:
             if not torch.compiler.is_compiling():
                 runtime.enter(unit)
@@ -99,7 +104,8 @@ class Hooks:
             self._keep(module.register_forward_hook(after if own else after_inner, always_call=True))
 
     def _on_leaf(self, unit: LiveUnit, param: Param) -> None:
-        # Weak: Python cannot see a cycle that goes through a leaf's hooks, and would never free a model that was not closed.
+        # Weak: Python cannot see a cycle that goes through a leaf's hooks, and would never free a model that
+        # was not closed.
         runtime, its_unit, its_param = ref(self.runtime), ref(unit), ref(param)
 
         def arrived(leaf: Tensor) -> None:
@@ -121,7 +127,8 @@ class Hooks:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if runtime.buffers and runtime.sync and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
-                    # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two forward passes.
+                    # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two
+                    # forward passes.
                     runtime.transport.broadcast("buffers", [buffer.data for buffer in runtime.buffers])
             if compute is None:
                 return None
@@ -138,8 +145,9 @@ class Hooks:
         self._keep(self.model.register_forward_hook(after))
 
     def _recompute(self, unit: LiveUnit) -> None:
-        """A module compiled in place is recomputed with its hooks, because the compiler gives up at a checkpoint inside. Of all
-        others only the forward is: the unit is entered again by hand, since a compiled layer's hooks would not do it."""
+        """A module compiled in place is recomputed with its hooks, because the compiler gives up at a
+        checkpoint inside. Of all others only the forward is: the unit is entered again by hand, since a
+        compiled layer's hooks would not do it."""
         module, runtime, plain = unit.module, self.runtime, unit.module.forward
 
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -198,17 +206,23 @@ class Hooks:
         self._keep(optimizer.register_state_dict_pre_hook(lambda _: runtime.settle_host()))
         self._keep(optimizer.register_state_dict_post_hook(shown))
         self._keep(optimizer.register_load_state_dict_pre_hook(taken))
-        self._keep(optimizer.register_load_state_dict_post_hook(lambda _: runtime.take_loaded(optimizer, given.pop())))
+        self._keep(
+            optimizer.register_load_state_dict_post_hook(
+                lambda _: runtime.take_loaded(optimizer, given.pop())
+            )
+        )
 
-    # ------------------------------------------------------------------ what users must not do, or what needs help
+    # ------------------------------------------------------------------ misuse, and loading
 
     def _guard_moves(self) -> None:
-        """`model.to()` and casts would move homes away from the buffers they are views of; loading needs rows."""
+        """`model.to()` and casts would move homes away from the buffers they are views of; loading needs
+        rows."""
         model, runtime = self.model, self.runtime
 
         def refuse(fn: Any, recurse: bool = True) -> Any:
             raise StateError(
-                "model.to(), .cuda(), .cpu(), .half() and the like have no effect after zs.shard(): the parameters are rows of "
+                "model.to(), .cuda(), .cpu(), .half() and the like have no effect after zs.shard(): the "
+                "parameters are rows of "
                 "shared buffers. Move or cast the model before shard(), or pass shard(..., precision=...)."
             )
 
@@ -243,7 +257,9 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
         owner.__dict__[name] = before
 
 
-def _rows_for_loading(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _rows_for_loading(
+    runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Before `model.load_state_dict`: check every shape, then hand each home what it is made of."""
     runtime.settle_host()
     runtime.before_change()
@@ -255,7 +271,8 @@ def _rows_for_loading(runtime: Runtime, module: nn.Module, state: dict[str, Any]
                 continue
             if tuple(value.shape) != param.slot.shape:
                 raise ModelError(
-                    f"load_state_dict: `{param.name}` is {tuple(value.shape)} in the given state and {param.slot.shape} in the "
+                    f"load_state_dict: `{param.name}` is {tuple(value.shape)} in the given state and "
+                    f"{param.slot.shape} in the "
                     "model. Nothing was loaded."
                 )
     faces = runtime.faces
@@ -272,7 +289,8 @@ def _rows_for_loading(runtime: Runtime, module: nn.Module, state: dict[str, Any]
 
 
 def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """A split master takes what is loaded in full precision; its home, the bf16 half, is then loaded with itself."""
+    """A split master takes what is loaded in full precision; its home, the bf16 half, is then loaded with
+    itself."""
     for param in runtime.params:
         if param.remainder is not None:
             for name in _names_of(runtime, module, param):
@@ -289,11 +307,14 @@ def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], pref
 def _names_of(runtime: Runtime, model: nn.Module, param: Param) -> list[str]:
     """Every name under which a parameter stands: tied weights have several."""
     paths = {id(m): n for n, m in model.named_modules()}
-    return [f"{paths[id(pl.module)]}.{pl.attribute}".lstrip(".") for pl in param.places if id(pl.module) in paths]
+    return [
+        f"{paths[id(pl.module)]}.{pl.attribute}".lstrip(".") for pl in param.places if id(pl.module) in paths
+    ]
 
 
 def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
-    """The tensors in whatever a model returns: nested containers, dataclasses, and objects with attributes."""
+    """The tensors in whatever a model returns: nested containers, dataclasses, and objects with
+    attributes."""
     if isinstance(value, Tensor):
         yield value
     elif depth:
@@ -304,7 +325,11 @@ def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             inner = [getattr(value, f.name) for f in dataclasses.fields(value)]
         else:
-            inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) else ()
+            inner = (
+                vars(value).values()
+                if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module))
+                else ()
+            )
         for item in inner:
             yield from _tensors(item, depth - 1)
 

@@ -1,7 +1,9 @@
-"""Who owns which rows, and where they lie in a buffer. Integers only: a plan for 10,000 ranks is tested in a second.
+"""Who owns which rows, and where they lie in a buffer. Integers only: a plan for 10,000 ranks is tested in a
+second.
 
-A *slot* is one tensor's place. A *pack* is several slots that travel together; one rank's rows of them, one after another,
-are its *piece*; the pieces of all ranks in rank order make a *wire*. The same slots laid out whole make a *full* buffer.
+A *slot* is one tensor's place. A *pack* is several slots that travel together; one rank's rows of them, one
+after another, are its *piece*; the pieces of all ranks in rank order make a *wire*. The same slots laid out
+whole make a *full* buffer.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Pack:
-    """Slots that travel together. `flags` reserves one element per slot behind each piece (see [Note: used flags]); `align`: what
-    every slot's place is a multiple of, in elements."""
+    """Slots that travel together. `flags` reserves one element per slot behind each piece (see [Note: used
+    flags]); `align`: what every slot's place is a multiple of, in elements."""
 
     slots: tuple[Slot, ...]
     world: int
@@ -126,13 +128,23 @@ class Pack:
         return sum(aligned(slot.numel, self.align) for slot in self.slots)
 
     def cuts_of_pieces(self) -> list[list[tuple[int, int]]]:
-        """Per rank, the (offset, numel) of each slot's rows inside that rank's piece; for a gather from pieces."""
-        return [list(zip(self.offsets(r), (s.held(r) for s in self.slots), strict=True)) for r in range(self.world)]
+        """Per rank, the (offset, numel) of each slot's rows inside that rank's piece; for a gather from
+        pieces."""
+        return [
+            list(zip(self.offsets(r), (s.held(r) for s in self.slots), strict=True))
+            for r in range(self.world)
+        ]
 
     def cuts_of_full(self) -> list[list[tuple[int, int]]]:
-        """Per rank, the (offset, numel) of its rows of each slot inside a full buffer; for a publish in place."""
-        return [[(at + s.rows(r)[0] * s.row, s.held(r)) for at, s in zip(self.full_offsets, self.slots, strict=True)]
-                for r in range(self.world)]  # fmt: skip
+        """Per rank, the (offset, numel) of its rows of each slot inside a full buffer; for a publish in
+        place."""
+        return [
+            [
+                (at + s.rows(r)[0] * s.row, s.held(r))
+                for at, s in zip(self.full_offsets, self.slots, strict=True)
+            ]
+            for r in range(self.world)
+        ]
 
 
 def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split: Split) -> list[Slot]:
@@ -143,8 +155,10 @@ def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split:
         for name, shape in sorted(tensors, key=lambda t: (-prod(t[1]), t[0])):
             owner[name] = min(range(world), key=load.__getitem__)
             load[owner[name]] += prod(shape)
-    return [Slot(name, shape, world, "copy" if world == 1 or not shape else split, owner.get(name, 0))
-            for name, shape in tensors]  # fmt: skip
+    return [
+        Slot(name, shape, world, "copy" if world == 1 or not shape else split, owner.get(name, 0))
+        for name, shape in tensors
+    ]
 
 
 def buckets(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:

@@ -3,14 +3,15 @@
 Tensors of a bundle (P = this rank's piece, F = the whole of its slots; both flat, padded):
 
 - `rows`    compute dtype, P. Stage 3 only: what this rank owns, and what peers gather. In a transport region.
-- `full`    compute dtype, F. Stages 0 to 2: always there, in a region where peers read it (stages 1 and 2). Stage 3: lent by
-            the pool while the bundle is GATHERING or FULL.
-- `master`  master dtype, P. Only where it differs from the compute dtype; else the homes are views of `rows` or `full`.
+- `full`    compute dtype, F. Stages 0 to 2: always there, in a region where peers read it (stages 1 and 2).
+  Stage 3: lent by the pool while the bundle is GATHERING or FULL.
+- `master`  master dtype, P. Only where it differs from the compute dtype; else the homes are views of `rows`
+  or `full`.
 
-[Note: released units in backward] Between forward and backward a stage-3 bundle gives its buffer back. What autograd saved out
-of it (a weight, or a view of one) is therefore saved as a `Saved`: bundle, offset, size, stride. Unpacking gathers the bundle
-again, into whichever buffer the pool lends. The leaves meanwhile show a NaN of the right shape, so that a use at a wrong moment
-is visible instead of silently stale.
+[Note: released units in backward] Between forward and backward a stage-3 bundle gives its buffer back. What
+autograd saved out of it (a weight, or a view of one) is therefore saved as a `Saved`: bundle, offset, size,
+stride. Unpacking gathers the bundle again, into whichever buffer the pool lends. The leaves meanwhile show a
+NaN of the right shape, so that a use at a wrong moment is visible instead of silently stale.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Residence(Enum):
 
 @dataclass(frozen=True)
 class Saved:
-    """What stands for a saved tensor that lives in a bundle's buffer. `index`: it is that parameter's leaf itself."""
+    """What stands for a saved tensor that lives in a bundle's buffer. `index`: it is that parameter's leaf
+    itself."""
 
     bundle: Bundle
     offset: int
@@ -49,7 +51,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a bundle rests. `resident`: its leaves are always whole on the device. `state` and `rows` name a tier."""
+    """Where a bundle rests. `resident`: its leaves are always whole on the device. `state` and `rows` name
+    a tier."""
 
     resident: bool
     state: Literal["device", "host"] = "device"
@@ -59,8 +62,17 @@ class Placement:
 class Bundle:
     """Parameters of one unit and one compute dtype, gathered by one operation."""
 
-    def __init__(self, key: str, pack: Pack, dtypes: tuple[torch.dtype, torch.dtype], placement: Placement, transport: Transport,
-                 pool: Pool, ledger: Ledger, copies: Copies) -> None:  # fmt: skip
+    def __init__(
+        self,
+        key: str,
+        pack: Pack,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        placement: Placement,
+        transport: Transport,
+        pool: Pool,
+        ledger: Ledger,
+        copies: Copies,
+    ) -> None:
         self.key, self.pack, self.placement, self.copies = key, pack, placement, copies
         resident = self.resident = placement.resident
         self.dtype, self.master_dtype = dtypes
@@ -91,7 +103,9 @@ class Bundle:
             store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
         self.full: Tensor | None = store if self.resident else None
         self.rows: Tensor | None = None if self.resident else store
-        ledger.book("host" if store.device != device or self.placement.rows == "host" else "parameters", store.nbytes)
+        ledger.book(
+            "host" if store.device != device or self.placement.rows == "host" else "parameters", store.nbytes
+        )
         self.master: Tensor | None = None
         if self.master_dtype != self.dtype and self.placement.state == "device":
             self.master = torch.zeros(self.pack.body(rank), dtype=self.master_dtype, device=device)
@@ -111,18 +125,24 @@ class Bundle:
         if self.rows is not None:
             return self._of_piece(self.rows)
         assert self.full is not None
-        return [self.full[at : at + n].view(slot.local_shape(rank))
-                for slot, (at, n) in zip(self.pack.slots, self.pack.cuts_of_full()[rank], strict=True)]  # fmt: skip
+        return [
+            self.full[at : at + n].view(slot.local_shape(rank))
+            for slot, (at, n) in zip(self.pack.slots, self.pack.cuts_of_full()[rank], strict=True)
+        ]
 
     def _of_piece(self, piece: Tensor) -> list[Tensor]:
         rank = self.transport.rank
-        return [piece[at : at + slot.held(rank)].view(slot.local_shape(rank))
-                for slot, at in zip(self.pack.slots, self.pack.offsets(rank), strict=True)]  # fmt: skip
+        return [
+            piece[at : at + slot.held(rank)].view(slot.local_shape(rank))
+            for slot, at in zip(self.pack.slots, self.pack.offsets(rank), strict=True)
+        ]
 
     def full_views(self, buffer: Tensor) -> list[Tensor]:
         """The slots whole, in a buffer of `pack.full` elements."""
-        return [buffer[at : at + slot.numel].view(slot.shape)
-                for slot, at in zip(self.pack.slots, self.pack.full_offsets, strict=True)]  # fmt: skip
+        return [
+            buffer[at : at + slot.numel].view(slot.shape)
+            for slot, at in zip(self.pack.slots, self.pack.full_offsets, strict=True)
+        ]
 
     def blank(self, index: int) -> Tensor:
         """What a leaf shows while its bundle is sharded: the right shape, and NaN."""
@@ -133,7 +153,8 @@ class Bundle:
 
     @torch.no_grad()
     def refresh(self, written: bool = False) -> None:
-        """Bring this rank's compute rows up to date with its master rows, and the peers' window with the compute rows.
+        """Bring this rank's compute rows up to date with its master rows, and the peers' window with the
+        compute rows.
 
         `written`: someone wrote the master rows, so that those which the host updates are out of date too.
         """
@@ -223,14 +244,16 @@ class Bundle:
     # ------------------------------------------------------------------ what autograd saves
 
     def save(self, tensor: Tensor) -> Saved:
-        """Stand-in for a tensor that lives in this bundle's buffer; see [Note: released units in backward]."""
+        """Stand-in for a tensor that lives in this bundle's buffer; see [Note: released units in
+        backward]."""
         index = next((i for i, p in enumerate(self.params) if p.leaf is tensor), None)
         return Saved(self, int(tensor.storage_offset()), tensor.size(), tensor.stride(), index)
 
     def restore(self, saved: Saved) -> Tensor:
-        assert self.full is not None and self.residence is Residence.FULL
-        # A backward that builds a graph (a gradient penalty) saves what it computes with, without our hooks: it
-        # gets a copy that outlives the buffer. Autograd ties the copy to the leaf.
+        assert self.full is not None
+        assert self.residence is Residence.FULL
+        # A backward that builds a graph (a gradient penalty) saves what it computes with, without our hooks:
+        # it gets a copy that outlives the buffer. Autograd ties the copy to the leaf.
         builds_graph = torch.is_grad_enabled()
         if saved.index is not None and not builds_graph:
             return self.params[saved.index].leaf
@@ -253,11 +276,13 @@ class _Arrival:
 
 
 class SavedTensors:
-    """Intercepts what autograd saves while units run: tensors in gathered buffers become `Saved`, all others pass through.
+    """Intercepts what autograd saves while units run: tensors in gathered buffers become `Saved`, all others
+    pass through.
 
-    Autograd applies only the innermost pair of saved-tensor hooks, and `torch.utils.checkpoint` brings its own. So ours is
-    pushed wherever a foreign pair is on top, and hands it everything that is not ours. Checkpointing counts what it saves in
-    the first pass and in the recomputation; both go through the same module hooks, so both counts leave out the same tensors.
+    Autograd applies only the innermost pair of saved-tensor hooks, and `torch.utils.checkpoint` brings its
+    own. So ours is pushed wherever a foreign pair is on top, and hands it everything that is not ours.
+    Checkpointing counts what it saves in the first pass and in the recomputation; both go through the same
+    module hooks, so both counts leave out the same tensors.
     """
 
     def __init__(self, pool: Pool, ensure: Callable[[Bundle], None]) -> None:
@@ -314,7 +339,9 @@ class _Foreign:
 class _Composed:
     """Our pack in front of someone else's pair."""
 
-    def __init__(self, ours: SavedTensors, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(
+        self, ours: SavedTensors, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> None:
         self.ours, self._pack, self._unpack = ours, pack, unpack
 
     def pack(self, tensor: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """Buffers of exact size that are lent and given back, and a ledger of how many bytes exist for what.
 
-Why not the allocators: on the CPU a fresh 128 MiB tensor costs 61 ms of page faults; on the GPU buffers of changing sizes
-fragment. The sizes that a run needs are few and known, so nothing grows after the first step.
+Why not the allocators: on the CPU a fresh 128 MiB tensor costs 61 ms of page faults; on the GPU buffers of
+changing sizes fragment. The sizes that a run needs are few and known, so nothing grows after the first step.
 """
 
 from __future__ import annotations

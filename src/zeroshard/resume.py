@@ -20,8 +20,8 @@ from .checkpoint.elements import DTYPE
 from .checkpoint.manifest import Entry, Manifest
 from .checkpoint.records import Held, Loaded
 from .errors import CheckpointError
-from .host import Part
 from .native import AdamRows
+from .part import Part
 from .runtime import Runtime
 from .snapshot import (
     MOMENTS,

@@ -1,79 +1,60 @@
-"""One per `shard()`: owns the units, the gradients, the updates and the transport, and decides when each of them acts.
+"""One per `shard()`: owns the units, the gradients, the updates and the transport, and decides when each of
+them acts.
 
-[Note: who stands in the modules] Outside of computation the modules hold the homes, so that `model.parameters()` means rows with a
-global meaning. From a unit's first entry to its last exit its modules hold the leaves. During backward all modules hold leaves,
-because recomputation calls modules again.
+[Note: who stands in the modules] Outside of computation the modules hold the homes, so that
+`model.parameters()` means rows with a global meaning. From a unit's first entry to its last exit its modules
+hold the leaves. During backward all modules hold leaves, because recomputation calls modules again.
 
-[Note: nested backward] Reentrant checkpointing runs a backward inside a backward, and a callback queued there fires when the inner
-one ends. So the outermost is found early, by a hook on the root's output; should that be missed, an inner end counts as an end,
-and what comes later is reduced in another round and added: slower, but the same numbers.
+[Note: nested backward] Reentrant checkpointing runs a backward inside a backward, and a callback queued there
+fires when the inner one ends. So the outermost is found early, by a hook on the root's output; should that be
+missed, an inner end counts as an end, and what comes later is reduced in another round and added: slower, but
+the same numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from .comm import Region, Transport
+from .comm import Transport
 from .config import Options
 from .errors import StateError
 from .grad import Gradients, LocalGradients
-from .host import HostUpdates, Part
+from .host import HostUpdates
 from .layout import Slot
+from .live import LiveUnit
+from .norm import global_norm
 from .param import Bundle, SavedTensors
+from .part import Part
 from .place import Host
 from .pool import Ledger, Pool
 from .shard import Faces, Param
 from .step import Update
-from .units import Unit
-
-
-class LiveUnit:
-    """A unit with its bundles, and where it is in the current forward or backward."""
-
-    def __init__(self, unit: Unit, bundles: Sequence[Bundle]) -> None:
-        self.name, self.label, self.module = unit.name, unit.label, unit.module
-        self.bundles = list(bundles)
-        self.params = [p for b in self.bundles for p in b.params]
-        self.depth = 0  # entries that have not been left
-        self.trainable = sum(p.trainable for p in self.params)
-        self.expected = self.trainable  # gradients that have yet to arrive in this backward
-        self.sharded = any(not b.resident for b in self.bundles)
-        self._seats = [(place.module._parameters, place.attribute, p.leaf, p.home) for p in self.params for place in p.places]
-        self.parts: list[Part] = []  # updates on the host that its weights wait for
-
-    def follow_homes(self) -> None:
-        """`requires_grad` is the user's to change, on the homes."""
-        for param in self.params:
-            if param.leaf.requires_grad is not param.home.requires_grad:
-                param.leaf.requires_grad_(param.home.requires_grad)
-
-    def stand_leaves(self) -> None:
-        for seats, attribute, leaf, _ in self._seats:
-            seats[attribute] = leaf
-
-    def stand_homes(self) -> None:
-        for seats, attribute, _, home in self._seats:
-            seats[attribute] = home
-
-    def release(self) -> None:
-        for bundle in self.bundles:
-            bundle.release()
+from .whole import collect
 
 
 class Runtime:
-    """See the module's docstring. `hooks` calls `enter`, `leave`, `output`, `arrived`, `step`; `api` calls the rest."""
+    """See the module's docstring. `hooks` calls `enter`, `leave`, `output`, `arrived`, `step`; `api` calls
+    the rest."""
 
-    def __init__(self, options: Options, transport: Transport, faces: Faces, pool: Pool, ledger: Ledger) -> None:
-        self.options, self.transport, self.faces, self.pool, self.ledger = options, transport, faces, pool, ledger
+    def __init__(
+        self, options: Options, transport: Transport, faces: Faces, pool: Pool, ledger: Ledger
+    ) -> None:
+        self.options, self.transport, self.faces, self.pool, self.ledger = (
+            options,
+            transport,
+            faces,
+            pool,
+            ledger,
+        )
         self.units: list[LiveUnit] = []
         self.gradients: Gradients | LocalGradients
         self.updates: list[Update] = []
@@ -86,7 +67,9 @@ class Runtime:
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
         self.steps = 0
         self.closed = False
-        self.reader: Callable[[], None] | None = None  # waits for a background save that still copies what an update changes
+        self.reader: Callable[[], None] | None = (
+            None  # waits for a background save that still copies what an update changes
+        )
         self._stale = True  # homes are newer than what the leaves hold
         self._rewritten = False  # by someone else than the optimizer
         self._epoch = 0
@@ -138,10 +121,13 @@ class Runtime:
             self._record_order()
 
     def _kept_for_backward(self, unit: LiveUnit) -> bool:
-        """The root and the last unit are the first that backward needs; dropping them would fetch them twice in a row."""
+        """The root and the last unit are the first that backward needs; dropping them would fetch them
+        twice in a row."""
         if self._keep_full:
             return True
-        return torch.is_grad_enabled() and (unit is self.units[0] or (bool(self._sequence) and unit is self._sequence[-1]))
+        return torch.is_grad_enabled() and (
+            unit is self.units[0] or (bool(self._sequence) and unit is self._sequence[-1])
+        )
 
     def _record_order(self) -> None:
         if self._task is None:
@@ -162,7 +148,8 @@ class Runtime:
         self.publish()
 
     def publish(self) -> None:
-        """Let the peers have this rank's newest rows, unless they do. Not done by `step`: loops write parameters after it."""
+        """Let the peers have this rank's newest rows, unless they do. Not done by `step`: loops write
+        parameters after it."""
         if self._stale:
             if self._host_updates is not None and (self.transport.size > 1 or self._rewritten):
                 self._host_updates.drain()  # peers will read this rank's rows
@@ -179,9 +166,13 @@ class Runtime:
                             bundle.gather(self._epoch)
 
     def _abandon(self) -> None:
-        """A backward died half way. One rank can start afresh; several cannot know what the others have sent."""
+        """A backward died half way. One rank can start afresh; several cannot know what the others have
+        sent."""
         if self.transport.size > 1:
-            raise StateError("an earlier backward failed on this rank before its gradients were reduced; restart the run from a checkpoint.")
+            raise StateError(
+                "an earlier backward failed on this rank before its gradients were reduced; restart the "
+                "run from a checkpoint."
+            )
         self._end(land=False)
 
     def _bring(self, unit: LiveUnit) -> None:
@@ -271,7 +262,8 @@ class Runtime:
             bundle.finish()
 
     def _make_room(self, coming: LiveUnit) -> None:
-        """Release what backward is done with: units whose gradients are all in, frozen ones, and all but the last two."""
+        """Release what backward is done with: units whose gradients are all in, frozen ones, and all but
+        the last two."""
         root, keep = self.units[0], []
         for index, unit in enumerate(self._recent):
             old = index < len(self._recent) - 1 or unit.expected <= 0
@@ -302,7 +294,8 @@ class Runtime:
         self._task = None
 
     def _land_late_ones(self) -> None:
-        """Gradients that a nested backward added after their bucket had left: another round, agreed by all ranks."""
+        """Gradients that a nested backward added after their bucket had left: another round, agreed by all
+        ranks."""
         late = any(p.leaf.grad is not None for b in self.gradients.buckets for p in b.params)
         if self.transport.max([float(late)])[0]:
             self.gradients.finish()
@@ -312,11 +305,17 @@ class Runtime:
     def step(self, update: Update, step: Callable[[], Any]) -> None:
         """Run one optimizer's step on the local rows."""
         if not self.sync:
-            raise StateError("optimizer.step() inside run.no_sync(): the gradients of this rank alone are not the gradient. "
-                             "Leave the block before the last micro-batch's backward, then step.")  # fmt: skip
+            raise StateError(
+                "optimizer.step() inside run.no_sync(): the gradients of this rank alone are not the "
+                "gradient. "
+                "Leave the block before the last micro-batch's backward, then step."
+            )
         if self.unsynced:
-            raise StateError("gradients accumulated under run.no_sync() were never synchronised: run the last micro-batch's backward "
-                             "outside of the block before optimizer.step().")  # fmt: skip
+            raise StateError(
+                "gradients accumulated under run.no_sync() were never synchronised: run the last "
+                "micro-batch's backward "
+                "outside of the block before optimizer.step()."
+            )
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else _nothing():
             self.transport.fence()  # peers have read the rows that are about to change
             self.before_change()
@@ -334,7 +333,7 @@ class Runtime:
         grads = [(p, Faces.local(p.home.grad)) for p in self.params if p.home.grad is not None]
         scale = 1.0
         if math.isfinite(limit):
-            self.norm = self._global_norm(grads)
+            self.norm = self._norm_of(grads)
             scale = min(1.0, limit / (self.norm + 1e-6))
         if self._host_updates is not None:
             self._host_updates.commit(self.norm, scale)
@@ -342,14 +341,10 @@ class Runtime:
             torch._foreach_mul_([grad for _, grad in grads], scale)
         self._settled = True
 
-    def _global_norm(self, grads: list[tuple[Param, Tensor]]) -> float:
-        """Every row is counted once: by its owner, or where all ranks hold it, by rank 0."""
+    def _norm_of(self, grads: list[tuple[Param, Tensor]]) -> float:
+        squares = self._host_updates.squares() if self._host_updates is not None else []
         rows = self.options.shards_state and self.transport.size > 1
-        mine = [g for p, g in grads if not rows or p.slot.split != "copy" or self.transport.rank == 0]
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in mine if g.numel()]
-        squares += self._host_updates.squares() if self._host_updates is not None else []
-        total = float(torch.stack([s.to(squares[0].device) for s in squares]).sum(dtype=torch.float64)) if squares else 0.0
-        return math.sqrt(self.transport.sum([total])[0] if rows else total)
+        return global_norm(grads, squares, self.transport if rows else None)
 
     @property
     def _host_updates(self) -> HostUpdates | None:
@@ -366,10 +361,13 @@ class Runtime:
             reader()
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
-        """`zero_grad` also drops what was accumulated without synchronisation, and what is on its way to the host."""
+        """`zero_grad` also drops what was accumulated without synchronisation, and what is on its way to
+        the host."""
         if self._host_updates is not None and self._host_updates.pending:
             assert self.host is not None
-            self._host_updates.discard(self.host.parts if optimizer is None else self.host.parts_of(optimizer))
+            self._host_updates.discard(
+                self.host.parts if optimizer is None else self.host.parts_of(optimizer)
+            )
             self._settled = not self._host_updates.pending
         if self.unsynced:
             for param in self.params:
@@ -381,25 +379,14 @@ class Runtime:
     @torch.no_grad()
     def collect(self, local: Tensor, slot: Slot) -> Tensor:
         """The whole tensor from every rank's rows; all ranks call it in the same order."""
-        self.publish()  # a peer may still be in a forward pass that this rank did not make, and wait for its rows
-        if slot.split == "copy" or self.transport.size == 1:
-            return local.detach().clone()
-        rank, size = self.transport.rank, self.transport.size
-        full = torch.empty(slot.shape, dtype=local.dtype, device=local.device)
-        region: Region = self.transport.allocate("collect", max(slot.held(rank), 1), local.dtype)
-        region.mine[: local.numel()].copy_(local.reshape(-1))
-        flat = full.view(-1)
-        cuts = [[(0, slot.held(r))] for r in range(size)]
-        out = [[flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row]] for r in range(size)]
-        self.transport.barrier("collect")
-        self.transport.gather("collect", f"collect/{slot.name}", region, cuts, out).wait()
-        self.transport.barrier("collected")
-        self.transport.free(region)
-        return full
+        # A peer may still be in a forward pass that this rank did not make, and wait for its rows.
+        self.publish()
+        return collect(self.transport, local, slot)
 
     @contextmanager
     def kept_full(self) -> Iterator[None]:
-        """Gather every unit once and release none until the end: forward passes inside need no communication."""
+        """Gather every unit once and release none until the end: forward passes inside need no
+        communication."""
         self._wake()
         self._keep_full = True
         try:
@@ -435,8 +422,11 @@ class Runtime:
     def _refuse_pending(self) -> None:
         """With early updates, weights and state are neither old nor new between backward and step."""
         if self._host_updates is not None and self._host_updates.pending:
-            raise StateError("parameters and optimizer state cannot be used between backward and optimizer.step(): with offload and clip_norm "
-                             "their update has begun. Do it after the step, or drop the gradients with zero_grad() first.")  # fmt: skip
+            raise StateError(
+                "parameters and optimizer state cannot be used between backward and optimizer.step(): with "
+                "offload and clip_norm "
+                "their update has begun. Do it after the step, or drop the gradients with zero_grad() first."
+            )
 
     def close(self) -> None:
         """End the threads, after what they have begun."""
@@ -456,8 +446,3 @@ class Runtime:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
-
-
-def leaf_of(view: Tensor, trainable: bool) -> nn.Parameter:
-    """A leaf over a bundle's memory. Through `.data`, so that refilling the buffer does not count as changing the leaf in place."""
-    return nn.Parameter(view.data, requires_grad=trainable)

@@ -2,12 +2,12 @@
 
 Tensors, and who owns them (one set per parameter):
 
-- `home`   master dtype; this rank's rows as a DTensor, or all of it as a plain Parameter. Stands in the modules and in the
-           optimizer outside of forward and backward. Lives as long as the run.
-- `local`  the plain tensor inside `home`. The optimizer's update writes it. A view of the bundle's buffer where master and
-           compute dtype agree, a buffer of its own otherwise.
-- `leaf`   compute dtype, full shape. Stands in the modules while they compute; autograd accumulates into `leaf.grad`.
-           Its memory belongs to the bundle.
+- `home`   master dtype; this rank's rows as a DTensor, or all of it as a plain Parameter. Stands in the
+  modules and in the optimizer outside of forward and backward. Lives as long as the run.
+- `local`  the plain tensor inside `home`. The optimizer's update writes it. A view of the bundle's buffer
+  where master and compute dtype agree, a buffer of its own otherwise.
+- `leaf`   compute dtype, full shape. Stands in the modules while they compute; autograd accumulates into
+  `leaf.grad`. Its memory belongs to the bundle.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from .units import Place, Tenant
 
 
 class Faces:
-    """Turns local rows into what the user sees: a DTensor with a global shape, or the plain tensor where it is whole.
+    """Turns local rows into what the user sees: a DTensor with a global shape, or the plain tensor where it
+    is whole.
 
-    Why DTensor: `clip_grad_norm_`, GradScaler and `torch.linalg` then mean the whole tensor. Plain slices would silently clip
-    by a local norm, and hang where one rank alone sees an inf.
+    Why DTensor: `clip_grad_norm_`, GradScaler and `torch.linalg` then mean the whole tensor. Plain slices
+    would silently clip by a local norm, and hang where one rank alone sees an inf.
     """
 
     def __init__(self, rank: int, mesh: DeviceMesh | None) -> None:
@@ -40,7 +41,14 @@ class Faces:
             return local
         placement: Placement = Replicate() if slot.split == "copy" else Shard(0)
         stride = torch.empty(slot.shape, device="meta").stride()
-        return DTensor.from_local(_apart(local), self.mesh, [placement], run_check=False, shape=torch.Size(slot.shape), stride=stride)
+        return DTensor.from_local(
+            _apart(local),
+            self.mesh,
+            [placement],
+            run_check=False,
+            shape=torch.Size(slot.shape),
+            stride=stride,
+        )
 
     @staticmethod
     def local(seen: Tensor) -> Tensor:
@@ -58,7 +66,9 @@ def mesh_over(group: Any, device: torch.device) -> DeviceMesh:
 class Param:
     """One parameter's tensors (named at the top of this file) and its place in the layout."""
 
-    def __init__(self, tenant: Tenant, slot: Slot, leaf: nn.Parameter, local: Tensor, home: nn.Parameter) -> None:
+    def __init__(
+        self, tenant: Tenant, slot: Slot, leaf: nn.Parameter, local: Tensor, home: nn.Parameter
+    ) -> None:
         self.name = tenant.name
         self.places: list[Place] = tenant.places
         self.original = tenant.parameter
@@ -92,7 +102,8 @@ class Param:
 
 
 def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Parameter:
-    """The parameter that stands for these rows. The user's own object is kept wherever a plain tensor will do."""
+    """The parameter that stands for these rows. The user's own object is kept wherever a plain tensor will
+    do."""
     original = tenant.parameter
     if faces.mesh is None:
         if original.data_ptr() != local.data_ptr() or original.dtype != local.dtype or original.is_meta:
@@ -106,8 +117,8 @@ def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Par
 
 
 def _apart(view: Tensor) -> Tensor:
-    """The same memory under a storage that begins and ends with the view. `copy.deepcopy` fails for a DTensor over a view that
-    begins elsewhere, and `torch.save` would write the whole buffer for each of its rows."""
+    """The same memory under a storage that begins and ends with the view. `copy.deepcopy` fails for a DTensor
+    over a view that begins elsewhere, and `torch.save` would write the whole buffer for each of its rows."""
     if view.numel() == 0:
         return torch.empty_like(view)
     start = view.storage_offset() * view.element_size()
@@ -116,7 +127,8 @@ def _apart(view: Tensor) -> Tensor:
 
 
 def _rebind(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
-    """The same Parameter object over other memory (a meta parameter cannot be rebound: it gets a successor)."""
+    """The same Parameter object over other memory (a meta parameter cannot be rebound: it gets a
+    successor)."""
     if parameter.is_meta or parameter.dtype != local.dtype or parameter.device != local.device:
         successor = type(parameter)(local, requires_grad=parameter.requires_grad)
         return successor

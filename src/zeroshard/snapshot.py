@@ -24,10 +24,10 @@ from .checkpoint.agree import together
 from .checkpoint.records import Held, Peers, Snapshot
 from .checkpoint.values import pack, unpack
 from .errors import CheckpointError, StateError
-from .host import Part
 from .native import AdamRows, join, split
 from .native.abi import BLOCK
 from .native.moments8 import decode
+from .part import Part
 from .runtime import Runtime
 from .shard import Faces, Param
 

@@ -1,7 +1,8 @@
-"""Optimizer state as others see it: as DTensors in `state_dict()`, as this rank's rows when loaded, whole when a run is closed.
+"""Optimizer state as others see it: as DTensors in `state_dict()`, as this rank's rows when loaded, whole
+when a run is closed.
 
-State tensors that have the shape of a parameter's local rows are rows; all others (Adam's `step`, Adafactor's factors of a whole
-tensor) are taken as they are.
+State tensors that have the shape of a parameter's local rows are rows; all others (Adam's `step`, Adafactor's
+factors of a whole tensor) are taken as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Collect = Callable[[Tensor, Slot], Tensor]
 
 
 def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """After `optimizer.state_dict()`: rows appear as DTensors with their global shape, never as an anonymous half."""
+    """After `optimizer.state_dict()`: rows appear as DTensors with their global shape, never as an
+    anonymous half."""
     faces = update.faces
 
     def show(value: Tensor, slot: Slot) -> Tensor:
@@ -47,7 +49,9 @@ def take_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
     return _map_state(update, state_dict, take)
 
 
-def _map_state(update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]) -> dict[str, Any]:
+def _map_state(
+    update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]
+) -> dict[str, Any]:
     if update.faces.mesh is None:
         return state_dict
     order = [p for group in update.optimizer.param_groups for p in group["params"]]
@@ -62,12 +66,17 @@ def _map_state(update: Update, state_dict: dict[str, Any], change: Callable[[Ten
     return result
 
 
-def give_back(update: Update, successors: dict[int, nn.Parameter], transport: Transport, collect: Collect) -> None:
-    """Leave the optimizer as if it had never been sharded: plain parameters, whole state. Every rank calls it."""
+def give_back(
+    update: Update, successors: dict[int, nn.Parameter], transport: Transport, collect: Collect
+) -> None:
+    """Leave the optimizer as if it had never been sharded: plain parameters, whole state. Every rank calls
+    it."""
     if update.faces.mesh is not None:
         old = update.optimizer.state
         params = list(update.params.values())
-        described = transport.exchange([_describe(old.get(p.home, {}), p.slot, transport.rank) for p in params])
+        described = transport.exchange(
+            [_describe(old.get(p.home, {}), p.slot, transport.rank) for p in params]
+        )
         update.optimizer.state = defaultdict(dict)
         for index, param in enumerate(params):
             told: list[Any] = [rank[index] for rank in described]  # type: ignore[index]
@@ -76,23 +85,32 @@ def give_back(update: Update, successors: dict[int, nn.Parameter], transport: Tr
                 update.optimizer.state[successors[id(param.home)]] = state
     else:
         held = update.optimizer.state.items()
-        update.optimizer.state = defaultdict(dict, {successors.get(id(home), home): kept for home, kept in held})
+        update.optimizer.state = defaultdict(
+            dict, {successors.get(id(home), home): kept for home, kept in held}
+        )
     update.adopt(successors)
 
 
 def _describe(state: dict[str, Any], slot: Slot, rank: int) -> dict[str, list[Any]]:
-    """Key → what it is (rows, tensor, value), its shape and dtype: enough for a rank that has none of it to take part."""
+    """Key → what it is (rows, tensor, value), its shape and dtype: enough for a rank that has none of it
+    to take part."""
     result: dict[str, list[Any]] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             result[key] = ["value", value]
         else:
             rows = value.dim() > 0 and slot.split == "rows" and tuple(value.shape) == slot.local_shape(rank)
-            result[key] = ["rows" if rows else "tensor", list(value.shape), str(value.dtype).removeprefix("torch.")]
+            result[key] = [
+                "rows" if rows else "tensor",
+                list(value.shape),
+                str(value.dtype).removeprefix("torch."),
+            ]
     return result
 
 
-def _whole(state: dict[str, Any], param: Param, told: list[Any], transport: Transport, collect: Collect) -> dict[str, Any]:
+def _whole(
+    state: dict[str, Any], param: Param, told: list[Any], transport: Transport, collect: Collect
+) -> dict[str, Any]:
     """The whole state of one parameter, from the ranks that hold rows of it."""
     source = next((rank for rank, keys in enumerate(told) if keys), None)
     if source is None:
@@ -105,10 +123,16 @@ def _whole(state: dict[str, Any], param: Param, told: list[Any], transport: Tran
         dtype = getattr(torch, facts[1])
         mine = state.get(key)
         if what == "rows":
-            local = mine if mine is not None else torch.empty(param.slot.local_shape(transport.rank), dtype=dtype)
+            local = (
+                mine if mine is not None else torch.empty(param.slot.local_shape(transport.rank), dtype=dtype)
+            )
             whole[key] = collect(local.to(param.local.device), param.slot).to(param.leaf.device)
         else:
-            tensor = mine.clone() if mine is not None else torch.empty(facts[0], dtype=dtype, device=param.local.device)
+            tensor = (
+                mine.clone()
+                if mine is not None
+                else torch.empty(facts[0], dtype=dtype, device=param.local.device)
+            )
             transport.broadcast("state", [tensor], source)
             whole[key] = tensor
     return whole

@@ -10,15 +10,17 @@ from typing import Any
 class Stats:
     """Totals since `shard()`; divide by `steps`, or subtract an earlier one (`now - before`), for a rate.
 
-    - `sent`, `received`: bytes by kind (``reduce``: gradients, ``gather``: parameters of stage 3, ``publish``: updated parameters of
-      stages 1 and 2, ``collect``, ``broadcast``).
+    - `sent`, `received`: bytes by kind (``reduce``: gradients, ``gather``: parameters of stage 3,
+      ``publish``: updated parameters of stages 1 and 2, ``collect``, ``broadcast``).
     - `waited`: seconds this rank waited for others, by kind.
-    - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``, ``buckets``; with offload
-      ``host``, ``staging``).
+    - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
+      ``buckets``; with offload ``host``, ``staging``).
     - `norm`: of the last gradient, before clipping, where `clip_norm` measures it.
-    - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known), ``late`` (after it,
-      behind the next forward), ``undone`` (early, taken back because the norm exceeded the limit, and done again).
-    - `data_parallel`: bytes that plain data-parallel training of this model would hold (parameters, gradients, state).
+    - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known),
+      ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded
+      the limit, and done again).
+    - `data_parallel`: bytes that plain data-parallel training of this model would hold (parameters,
+      gradients, state).
     """
 
     steps: int
@@ -33,12 +35,21 @@ class Stats:
 
     def __sub__(self, before: Stats) -> Stats:
         """What happened between two moments. Live and peak bytes are those of the later one."""
+
         def less(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
             return {kind: value - then.get(kind, 0) for kind, value in now.items()}
 
-        return Stats(self.steps - before.steps, less(self.sent, before.sent), less(self.received, before.received),
-                     less(self.waited, before.waited), self.live, self.peak, self.data_parallel, self.norm,
-                     less(self.updates, before.updates))  # fmt: skip
+        return Stats(
+            self.steps - before.steps,
+            less(self.sent, before.sent),
+            less(self.received, before.received),
+            less(self.waited, before.waited),
+            self.live,
+            self.peak,
+            self.data_parallel,
+            self.norm,
+            less(self.updates, before.updates),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,11 +1,11 @@
 """The life of an update: the user calls `optimizer.step()`, and the optimizer updates this rank's rows.
 
-Inside the call the optimizer sees *proxies*: plain parameters over the local rows, with plain gradients. Outside it sees the homes.
-DTensor dispatch would cost 50 to 175 µs a parameter; a proxy costs nothing. The state of a home and of its proxy is one dict, found
-under either.
+Inside the call the optimizer sees *proxies*: plain parameters over the local rows, with plain gradients.
+Outside it sees the homes. DTensor dispatch would cost 50 to 175 µs a parameter; a proxy costs nothing. The
+state of a home and of its proxy is one dict, found under either.
 
-Gradients of fewer bits than the master are widened for the update, a chunk of parameters at a time, so that the whole gradient
-never exists in fp32.
+Gradients of fewer bits than the master are widened for the update, a chunk of parameters at a time, so that
+the whole gradient never exists in fp32.
 """
 
 from __future__ import annotations
@@ -22,10 +22,23 @@ from torch.optim import Optimizer
 from .errors import ModelError
 from .shard import Faces, Param
 
-# Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole tensors.
+# Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole
+# tensors.
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "Adagrad",
+        "Adadelta",
+        "RMSprop",
+        "Rprop",
+        "ASGD",
+    )
 )
 WIDEN_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 
@@ -38,7 +51,10 @@ def rows_suffice(optimizer: Optimizer) -> bool:
 def refuse_unfit(optimizer: Optimizer) -> None:
     """Optimizers that look across parameters, or want sparse gradients, have no meaning on shards."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ModelError("LBFGS needs inner products over all parameters and several passes a step: it works unsharded only.")
+        raise ModelError(
+            "LBFGS needs inner products over all parameters and several passes a step: it works unsharded "
+            "only."
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ModelError("SparseAdam needs sparse gradients, and reduced gradients are dense: use AdamW.")
 
@@ -52,7 +68,9 @@ class Update:
         self._proxies: dict[int, nn.Parameter] = {}
         for param in params:
             plain = faces.mesh is None
-            self._proxies[id(param.home)] = param.home if plain else nn.Parameter(param.local, requires_grad=False)
+            self._proxies[id(param.home)] = (
+                param.home if plain else nn.Parameter(param.local, requires_grad=False)
+            )
         self._linked: tuple[Any, int] = (None, 0)
         self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
 
@@ -80,11 +98,14 @@ class Update:
                     self._forget(group["params"])
 
     def _needs_proxies(self, lists: list[list[Tensor]]) -> bool:
-        return self.faces.mesh is not None or any(p.grad is not None and p.grad.dtype != p.dtype for ps in lists for p in ps)
+        return self.faces.mesh is not None or any(
+            p.grad is not None and p.grad.dtype != p.dtype for ps in lists for p in ps
+        )
 
     def _has_rows(self, home: Tensor) -> bool:
-        """Element-wise optimizers also see parameters of which this rank has no row: they make an empty state for
-        them, so that `state_dict()` has the same keys on all ranks. Others may not expect a tensor without elements."""
+        """Element-wise optimizers also see parameters of which this rank has no row: they make an empty state
+        for them, so that `state_dict()` has the same keys on all ranks. Others may not expect a tensor
+        without elements."""
         return rows_suffice(self.optimizer) or Faces.local(home).numel() > 0
 
     def _proxy(self, home: Tensor) -> Tensor:
@@ -109,8 +130,8 @@ class Update:
                 proxy.grad = None
 
     def _chunks(self, lists: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """The parameters of every group cut so that no chunk widens more than the limit. Unknown optimizers get one chunk:
-        they may keep counters of their own, and must be called once a step."""
+        """The parameters of every group cut so that no chunk widens more than the limit. Unknown optimizers
+        get one chunk: they may keep counters of their own, and must be called once a step."""
         widened = [p for ps in lists for p in ps if p.grad is not None and p.grad.dtype != p.dtype]
         if not widened or not rows_suffice(self.optimizer):
             return [lists]
@@ -135,7 +156,9 @@ class Update:
         linked_to, count = self._linked
         if linked_to is not seen_state or count != len(seen_state):
             self._inner.clear()
-            self._inner.update({self._proxies.get(id(home), home): state for home, state in seen_state.items()})
+            self._inner.update(
+                {self._proxies.get(id(home), home): state for home, state in seen_state.items()}
+            )
         optimizer.state = self._inner
         try:
             yield optimizer.param_groups
@@ -150,5 +173,7 @@ class Update:
             self._linked = (seen_state, len(seen_state))
 
     def state_bytes(self) -> int:
-        tensors = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        tensors = [
+            v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+        ]
         return sum(t.nbytes for t in tensors if t.dim() > 0)

@@ -1,4 +1,5 @@
-"""Which modules are gathered together. Found by themselves where a model repeats a block, named by patterns otherwise."""
+"""Which modules are gathered together. Found by themselves where a model repeats a block, named by
+patterns otherwise."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Place:
 
 @dataclass
 class Tenant:
-    """One distinct parameter of the model, under its first name, with every place where it stands (tied weights: several)."""
+    """One distinct parameter of the model, under its first name, with every place where it stands (tied
+    weights: several)."""
 
     name: str
     parameter: nn.Parameter
@@ -47,7 +49,8 @@ class Unit:
 def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none"]) -> list[Unit]:
     """The units of `model` in registration order, the root first. Each parameter is in exactly one.
 
-    A parameter inside one unit belongs to it; one that several units share (tied weights) belongs to the root.
+    A parameter inside one unit belongs to it; one that several units share (tied weights) belongs to the
+    root.
     """
     if wanted == "auto":
         names = _repeated(model)
@@ -63,7 +66,8 @@ def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none
 
 
 def matching(wanted: Iterable[str], known: list[str], what: str, plural: str) -> list[str]:
-    """The known names that match any pattern, in their own order; a pattern that matches nothing is an error."""
+    """The known names that match any pattern, in their own order; a pattern that matches nothing is an
+    error."""
     hit: set[str] = set()
     for pattern in wanted:
         found = [name for name in known if fnmatchcase(name, pattern)]
@@ -91,7 +95,9 @@ def _tenants(model: nn.Module, units: set[str]) -> list[tuple[Tenant, set[str]]]
                 continue
             name = f"{path}.{attribute}" if path else attribute
             if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise ModelError(f"`{name}` is uninitialised (a lazy module). Run one forward pass before shard().")
+                raise ModelError(
+                    f"`{name}` is uninitialised (a lazy module). Run one forward pass before shard()."
+                )
             tenant, owners = found.setdefault(id(parameter), (Tenant(name, parameter), set()))
             if not any(place.module is module and place.attribute == attribute for place in tenant.places):
                 tenant.places.append(Place(module, attribute))
@@ -107,10 +113,11 @@ def _unit_of(path: str, units: set[str]) -> str:
 
 
 def _repeated(model: nn.Module) -> list[str]:
-    """The outermost modules that stand beside others of their class: transformer blocks, residual blocks, layers of a list.
+    """The outermost modules that stand beside others of their class: transformer blocks, residual blocks,
+    layers of a list.
 
-    Composite modules first (a block has children). A model of plain layers, such as a VGG, falls back to the children of its
-    lists and sequences, so that one large layer does not force the whole model into one unit.
+    Composite modules first (a block has children). A model of plain layers, such as a VGG, falls back to the
+    children of its lists and sequences, so that one large layer does not force the whole model into one unit.
     """
     found = _repeated_children(model, "", composite=True)
     return found or _repeated_children(model, "", composite=False)
@@ -122,8 +129,12 @@ def _repeated_children(module: nn.Module, path: str, composite: bool) -> list[st
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
     result = []
     for name, child in children:
-        is_block = next(child.children(), None) is not None and not isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-        if (composite and is_block and kinds[type(child)] > 1) or (not composite and is_list and not _is_list(child)):
+        is_block = next(child.children(), None) is not None and not isinstance(
+            child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        )
+        if (composite and is_block and kinds[type(child)] > 1) or (
+            not composite and is_list and not _is_list(child)
+        ):
             result.append(name)
         else:
             result += _repeated_children(child, name, composite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,11 +26,21 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: fl
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     outcomes: list[Outcome | None] = [None] * size
+    # Joining a group wraps the hook once a rank, and leaving does not unwrap it: put it back when all have joined.
+    joined = threading.Barrier(size, action=partial(setattr, sys, "excepthook", sys.excepthook))
     store = dist.HashStore()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
     try:
-        body = partial(_thread, threaded.ProcessLocalGroup, store, outcomes, partial(function, *args))
+
+        def call(rank: int) -> Any:
+            dist.init_process_group("threaded", store=store, rank=rank, world_size=size)
+            joined.wait(timeout)
+            result = function(*args)
+            dist.destroy_process_group()
+            return result
+
+        body = partial(_thread, threaded.ProcessLocalGroup, outcomes, call)
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
         for thread in threads:
             thread.start()
@@ -47,14 +58,9 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: fl
     return [outcome.value for outcome in outcomes if outcome is not None]
 
 
-def _thread(
-    group: Any, store: dist.Store, outcomes: list[Outcome | None], call: Callable[[], Any], rank: int
-) -> None:
-    size = len(outcomes)
+def _thread(group: Any, outcomes: list[Outcome | None], call: Callable[[int], Any], rank: int) -> None:
     try:
-        dist.init_process_group("threaded", store=store, rank=rank, world_size=size)
-        outcomes[rank] = Outcome(call())
-        dist.destroy_process_group()
+        outcomes[rank] = Outcome(call(rank))
     except BaseException as error:
         outcomes[rank] = Outcome.of(error)
         group.exception_handle(error)  # wakes the ranks that wait for this one

@@ -1,7 +1,8 @@
 """Copies between the device and the host that run beside the computation.
 
-On a GPU each direction has a stream of its own, so that both run at once and neither waits for the other. On the CPU the device
-tier is ordinary memory: a copy is done when it is asked for. `delay` is called before every copy; tests put random sleeps there.
+On a GPU each direction has a stream of its own, so that both run at once and neither waits for the other. On
+the CPU the device tier is ordinary memory: a copy is done when it is asked for. `delay` is called before
+every copy; tests put random sleeps there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Copies:
         return Mark(event)
 
     @torch.no_grad()
-    def _copy(self, stream: torch.cuda.Stream | None, to: Sequence[Tensor], of: Sequence[Tensor], after: Mark | None) -> Mark:
+    def _copy(
+        self, stream: torch.cuda.Stream | None, to: Sequence[Tensor], of: Sequence[Tensor], after: Mark | None
+    ) -> Mark:
         if self._delay is not None:
             self._delay()
         if stream is None:

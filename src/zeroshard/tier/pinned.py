@@ -1,7 +1,7 @@
 """Page-locked host memory of exact size.
 
-torch's pinned allocator rounds up to a power of two, which is why other systems take 19 host bytes a parameter where 16 are used.
-Registering ordinary memory does not round.
+torch's pinned allocator rounds up to a power of two, which is why other systems take 19 host bytes a
+parameter where 16 are used. Registering ordinary memory does not round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _PAGE = mmap.PAGESIZE
 
 
 def pinned(nbytes: int, device: torch.device) -> Tensor:
-    """Host bytes that copies to and from `device` run at full speed with. Ordinary memory where the device is the CPU."""
+    """Host bytes that copies to and from `device` run at full speed with. Ordinary memory where the device
+    is the CPU."""
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8)
     size = -(-max(nbytes, 1) // _PAGE) * _PAGE
@@ -28,7 +29,10 @@ def pinned(nbytes: int, device: torch.device) -> Tensor:
     cudart = torch.cuda.cudart()
     code = int(cudart.cudaHostRegister(address, size, 0))
     if code != 0:
-        raise TierError(f"CUDA could not lock {size} bytes of host memory (error {code}): lower the memory lock limit's use "
-                        "(`ulimit -l`), or make bucket_bytes smaller.")  # fmt: skip
+        raise TierError(
+            f"CUDA could not lock {size} bytes of host memory (error {code}): lower the memory lock limit's "
+            "use "
+            "(`ulimit -l`), or make bucket_bytes smaller."
+        )
     weakref.finalize(memory, cudart.cudaHostUnregister, address)
     return tensor[:nbytes]

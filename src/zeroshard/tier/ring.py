@@ -1,5 +1,5 @@
-"""A bounded ring of pinned staging memory. Whoever needs a stage when all are in use waits: that is the back-pressure which keeps
-host memory within the plan."""
+"""A bounded ring of pinned staging memory. Whoever needs a stage when all are in use waits: that is the
+back-pressure which keeps host memory within the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Ring:
         nbytes = -(-nbytes // 64) * 64
         self.nbytes = nbytes * count
         self._memory = pinned(self.nbytes, device)
-        self._free: deque[tuple[Stage, Mark]] = deque((Stage(self._memory[i * nbytes : (i + 1) * nbytes]), Mark()) for i in range(count))
+        self._free: deque[tuple[Stage, Mark]] = deque(
+            (Stage(self._memory[i * nbytes : (i + 1) * nbytes]), Mark()) for i in range(count)
+        )
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
 
@@ -41,7 +43,9 @@ class Ring:
         with self._changed:
             while not self._free:
                 if self._broken is not None:
-                    raise TierError("the host update failed, so its staging memory never came free.") from self._broken
+                    raise TierError(
+                        "the host update failed, so its staging memory never came free."
+                    ) from self._broken
                 self._changed.wait(1.0)
             stage, mark = self._free.popleft()
         mark.wait_on_host()

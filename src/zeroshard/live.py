@@ -1,0 +1,55 @@
+"""A unit at run time: its bundles, and who stands in its modules; see [Note: who stands in the modules] in
+`runtime`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from .param import Bundle
+from .part import Part
+from .units import Unit
+
+
+class LiveUnit:
+    """A unit with its bundles, and where it is in the current forward or backward."""
+
+    def __init__(self, unit: Unit, bundles: Sequence[Bundle]) -> None:
+        self.name, self.label, self.module = unit.name, unit.label, unit.module
+        self.bundles = list(bundles)
+        self.params = [p for b in self.bundles for p in b.params]
+        self.depth = 0  # entries that have not been left
+        self.trainable = sum(p.trainable for p in self.params)
+        self.expected = self.trainable  # gradients that have yet to arrive in this backward
+        self.sharded = any(not b.resident for b in self.bundles)
+        self._seats = [
+            (place.module._parameters, place.attribute, p.leaf, p.home)
+            for p in self.params
+            for place in p.places
+        ]
+        self.parts: list[Part] = []  # updates on the host that its weights wait for
+
+    def follow_homes(self) -> None:
+        """`requires_grad` is the user's to change, on the homes."""
+        for param in self.params:
+            if param.leaf.requires_grad is not param.home.requires_grad:
+                param.leaf.requires_grad_(param.home.requires_grad)
+
+    def stand_leaves(self) -> None:
+        for seats, attribute, leaf, _ in self._seats:
+            seats[attribute] = leaf
+
+    def stand_homes(self) -> None:
+        for seats, attribute, _, home in self._seats:
+            seats[attribute] = home
+
+    def release(self) -> None:
+        for bundle in self.bundles:
+            bundle.release()
+
+
+def leaf_of(view: Tensor, trainable: bool) -> nn.Parameter:
+    """A leaf over a bundle's memory. Through `.data`, so that refilling the buffer does not count as
+    changing the leaf in place."""
+    return nn.Parameter(view.data, requires_grad=trainable)

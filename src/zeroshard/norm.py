@@ -1,0 +1,26 @@
+"""The global norm of a gradient that lies in rows on several ranks, and partly on the host."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .comm import Transport
+from .shard import Param
+
+
+def global_norm(
+    grads: list[tuple[Param, Tensor]], squares: list[Tensor], transport: Transport | None
+) -> float:
+    """Every row is counted once: by its owner, or where all ranks hold it, by rank 0.
+
+    `squares` are sums of squares that others have counted. No `transport`: this rank holds everything.
+    """
+    mine = [g for p, g in grads if transport is None or p.slot.split != "copy" or transport.rank == 0]
+    parts = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in mine if g.numel()] + squares
+    total = (
+        float(torch.stack([s.to(parts[0].device) for s in parts]).sum(dtype=torch.float64)) if parts else 0.0
+    )
+    return math.sqrt(total if transport is None else transport.sum([total])[0])
