@@ -57,7 +57,8 @@ def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none
     elif wanted == "none":
         names = []
     else:
-        names = matching(wanted, [n for n, _ in model.named_modules() if n], "unit", "modules")
+        known = [name for name, _ in model.named_modules() if name]
+        names = matching(wanted, known, "unit", "modules", by_level=True)
     modules = dict(model.named_modules())
     units = {"": Unit("", model), **{name: Unit(name, modules[name]) for name in names}}
     for tenant, owners in _tenants(model, set(names)):
@@ -65,12 +66,15 @@ def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none
     return [unit for unit in units.values() if unit.tenants or not unit.name]
 
 
-def matching(wanted: Iterable[str], known: list[str], what: str, plural: str) -> list[str]:
+def matching(
+    wanted: Iterable[str], known: list[str], what: str, plural: str, by_level: bool = False
+) -> list[str]:
     """The known names that match any pattern, in their own order; a pattern that matches nothing is an
-    error."""
+    error. With `by_level` a star does not reach over a dot: ``blocks.*`` is not ``blocks.3.norm``."""
     hit: set[str] = set()
     for pattern in wanted:
-        found = [name for name in known if fnmatchcase(name, pattern)]
+        dots = pattern.count(".") if by_level else None
+        found = [name for name in known if fnmatchcase(name, pattern) and dots in (None, name.count("."))]
         if not found:
             families = Counter(_family(name) for name in known)
             near = did_you_mean(pattern, families)
