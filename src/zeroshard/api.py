@@ -19,7 +19,7 @@ from .comm import Transport, connect
 from .comm.talk import Talk
 from .config import OptionKeys, Options
 from .errors import ModelError, OptionError, StateError
-from .hooks import Hooks
+from .hooks import Hooks, is_sharded
 from .keeper import Keeper
 from .launch.environment import join
 from .runtime import Runtime
@@ -114,10 +114,17 @@ def _check(model: nn.Module, optimizers: list[Optimizer], options: Options) -> N
     names = {id(p): n for n, p in model.named_parameters()}
     if not names:
         raise ModelError(f"{type(model).__name__} has no parameters to shard.")
-    if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
+    lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
         raise ModelError(
-            "this model holds DTensors: it is sharded already. Close the earlier run first, or shard once."
+            f"`{lazy[0]}` is uninitialised (a lazy module). Run one forward pass before shard()."
         )
+    if is_sharded(model):
+        raise ModelError(
+            f"{type(model).__name__}, or a part of it, is sharded already. Close the earlier run first: run.close()."
+        )
+    if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
+        raise ModelError("this model holds DTensors: another library has sharded it. Pass a plain model.")
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):

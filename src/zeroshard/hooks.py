@@ -250,6 +250,11 @@ def _strayed(runtime: ref[Runtime], param: ref[Param], grad: Tensor) -> Tensor:
     return grad if live is None or which is None else live.strayed(which, grad)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the guards of an open run stand on any of its modules."""
+    return any("_apply" in vars(module) for module in model.modules())
+
+
 def _put_back(owner: Any, name: str, before: Any) -> None:
     if before is None:
         owner.__dict__.pop(name, None)
