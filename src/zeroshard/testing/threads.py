@@ -26,7 +26,7 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: fl
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     outcomes: list[Outcome | None] = [None] * size
-    # Joining a group wraps the hook once a rank, and leaving does not unwrap it: put it back when all have joined.
+    # Joining a group wraps the hook, and leaving does not unwrap it: put it back when all ranks have joined.
     joined = threading.Barrier(size, action=partial(setattr, sys, "excepthook", sys.excepthook))
     store = dist.HashStore()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
