@@ -71,9 +71,8 @@ def shard(
     >>> run.close()
     """
     chosen = Options.of(dict(options))
-    optimizers = (
-        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    )
+    given = [] if optimizer is None else optimizer
+    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
     _check(model, optimizers, chosen)
     if group is None:
         join()
