@@ -71,8 +71,8 @@ def shard(
     >>> run.close()
     """
     chosen = Options.of(dict(options))
-    given = [] if optimizer is None else optimizer
-    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
+    given: Any = [] if optimizer is None else optimizer
+    optimizers: list[Optimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
     _check(model, optimizers, chosen)
     if group is None:
         join()
