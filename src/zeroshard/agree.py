@@ -37,15 +37,15 @@ def describe(model: nn.Module, optimizers: list[Optimizer], options: Options) ->
     for number, optimizer in enumerate(optimizers):
         groups[f"optimizer {number}"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
-            held = ",".join(names.get(id(p), "?") for p in group["params"])
-            facts = {
-                k: v
-                for k, v in group.items()
-                if k != "params" and isinstance(v, (int, float, bool, str, tuple, type(None)))
-            }
-            groups[f"optimizer {number} group {index}"] = f"{facts} over {_digest(held)}"
+            where = f"optimizer {number} group {index}"
+            held = [names.get(id(p), "?") for p in group["params"]]
+            groups[where] = _listed(held)
+            for key, value in group.items():
+                plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                if key != "params" and isinstance(plain, (int, float, bool, str, tuple, type(None))):
+                    groups[f"{where}: {key}"] = repr(plain)
     return {
-        "model": parameters | buffers,
+        "model": parameters | buffers | {"the order of the parameters": _listed(list(names.values()))},
         "optimizer": groups,
         "options": {name: repr(getattr(options, name)) for name in options.__dataclass_fields__},
         "software": {"torch": torch.__version__.split("+")[0]},
@@ -66,7 +66,7 @@ def compare(transport: Transport, mine: dict[str, dict[str, str]]) -> None:
                 raise RankError(
                     f"ranks disagree about the {topic}: {item} is {_by_rank(texts)}. {_ADVICE[topic]}"
                 )
-    raise RankError("ranks disagree about the order of the parameters. Every rank must build the same model.")
+    raise RankError("ranks disagree about the order of buffers. Every rank must build the same model.")
 
 
 def differing_values(transport: Transport, tensors: dict[str, Tensor]) -> list[str]:
@@ -86,6 +86,12 @@ def _checksum(tensor: Tensor) -> int:
 
 def _tensor_text(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _listed(names: list[str]) -> str:
+    """Short, and different for different lists."""
+    shown = f"`{names[0]}` … `{names[-1]}`" if names else "nothing"
+    return f"{shown} ({len(names)} parameters, checksum {_digest(','.join(names))[:6]})"
 
 
 def _digest(text: str) -> str:
