@@ -19,6 +19,7 @@ from .errors import RankError
 
 _ADVICE = {
     "model": "Every rank must build the same model; check code that depends on the rank.",
+    "order of the parameters": "Every rank must build the same model, its parts in the same order.",
     "optimizer": "Every rank must build the same optimizer; check code that depends on the rank.",
     "options": "Every rank must call shard() with the same options.",
     "software": "Every rank must run the same versions.",
@@ -45,7 +46,8 @@ def describe(model: nn.Module, optimizers: list[Optimizer], options: Options) ->
                 if key != "params" and isinstance(plain, (int, float, bool, str, tuple, type(None))):
                     groups[f"{where}: {key}"] = repr(plain)
     return {
-        "model": parameters | buffers | {"the order of the parameters": _listed(list(names.values()))},
+        "model": parameters | buffers,
+        "order of the parameters": {"it": _listed(list(names.values()))},
         "optimizer": groups,
         "options": {name: repr(getattr(options, name)) for name in options.__dataclass_fields__},
         "software": {"torch": torch.__version__.split("+")[0]},
