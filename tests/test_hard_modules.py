@@ -308,6 +308,12 @@ def test_equals_one_process(name: str, stage: int) -> None:
     check(__name__, name, stage)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["again, reentrant", "inside both", "methods", "outputs"])
+def test_equals_one_process_over_gloo(name: str, stage: int) -> None:
+    check(__name__, name, stage, transport="gloo")
+
+
 def bypass(stage: int) -> None:
     with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
         sharded(__name__, "bypassed units", stage, "auto")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hard_case import STAGES, Case, check, rows, tokens
+from hard_case import STAGES, Case, check, rows, sharded, tokens
 from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.testing import ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -163,6 +166,32 @@ class Experts(nn.Module):
         return x
 
 
+class Mixture(nn.Module):
+    """Experts that stand in one module, which every rank calls, whatever its route."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+        self.gate = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, route: list[int]) -> Tensor:
+        return self.gate(x) + sum(self.experts[i](x) for i in route if i < 3)
+
+
+class Mixtures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(Mixture() for _ in range(2))
+
+    def forward(self, batch: tuple[Tensor, list[int]]) -> Tensor:
+        x, route = batch
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x, route)
+        return x
+
+
 def squared(model: nn.Module, batch: object) -> Tensor:
     return model(batch).pow(2).mean()
 
@@ -210,6 +239,7 @@ CASES = {
     "experts": Case(Experts, routed, squared),
     "experts in small buckets": Case(Experts, routed, squared, options={"bucket_bytes": 256}),
     "experts as units": Case(Experts, routed, squared, options={"units": ("layers.*.*",)}),
+    "experts within units": Case(Mixtures, routed, squared),
 }
 
 
@@ -223,3 +253,26 @@ def test_equals_one_process_on_two_ranks(name: str, stage: int) -> None:
 @pytest.mark.parametrize("name", ["tied", "tiny", "branch by step", "experts as units"])
 def test_equals_one_process_on_four_ranks(name: str, stage: int) -> None:
     check(__name__, name, stage, world=4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["stack clipped", "tied", "dtypes", "tiny", "lora", "experts within units"])
+def test_equals_one_process_over_gloo(name: str, stage: int) -> None:
+    check(__name__, name, stage, transport="gloo")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", ["branch by step", "experts"])
+def test_units_that_only_some_ranks_use_over_gloo(name: str, stage: int) -> None:
+    check(__name__, name, stage, transport="gloo")
+
+
+def unit_of_one_rank() -> None:
+    """Over gloo a gather needs every rank: stage 3 cannot work, and says so."""
+    said = r"rank 0 waits for its gather \[branches.0/0\]; rank 1 waits for its gather \[branches.1/0\]"
+    with pytest.raises(zs.RankError, match=said):
+        sharded(__name__, "branch by rank", 3, "gloo")
+
+
+def test_units_that_only_some_ranks_use_at_stage_3_over_gloo() -> None:
+    ranks(2).run(unit_of_one_rank)

@@ -1,0 +1,256 @@
+"""Misuse is loud: every message that a user may meet, by what was done to deserve it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import AdamW, Optimizer
+
+import zeroshard as zs
+from zeroshard.testing import ranks
+
+Trained = tuple[nn.Module, Optimizer, zs.Run]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(stage: int = 3, **options: Any) -> Trained:
+    model = Net()
+    optimizer = AdamW(model.parameters())
+    return model, optimizer, zs.shard(model, optimizer, stage=stage, **options)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.fixture(params=[0, 1, 2, 3])
+def net(request: pytest.FixtureRequest) -> Iterator[Trained]:
+    model, optimizer, run = trained(request.param)
+    yield model, optimizer, run
+    run.close()
+
+
+# ---------------------------------------------------------------------- what is passed to shard()
+
+
+def test_optimizer_of_another_model() -> None:
+    optimizer = AdamW(Net().parameters())
+    with pytest.raises(zs.ModelError, match=r"4 of the 4 parameters of AdamW are not in the model\. Build"):
+        zs.shard(Net(), optimizer)
+
+
+def test_optimizer_built_before_the_model_was_changed() -> None:
+    model = Net()
+    optimizer = AdamW(model.parameters())
+    model.blocks[0] = nn.Linear(3, 3)
+    with pytest.raises(zs.ModelError, match=r"2 of the 4 parameters of AdamW are not in the model"):
+        zs.shard(model, optimizer)
+
+
+def test_optimizer_with_state() -> None:
+    model = Net()
+    optimizer = AdamW(model.parameters())
+    backward(model)
+    optimizer.step()
+    said = r"AdamW has stepped already: it holds state for 4 parameters\. Call shard\(\) before the first"
+    with pytest.raises(zs.ModelError, match=said):
+        zs.shard(model, optimizer)
+
+
+def test_optimizers_that_cannot_be_sharded() -> None:
+    model = Net()
+    with pytest.raises(zs.ModelError, match=r"LBFGS needs inner products over all parameters"):
+        zs.shard(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(zs.ModelError, match=r"SparseAdam needs sparse gradients, .* use AdamW"):
+        zs.shard(model, torch.optim.SparseAdam(model.parameters()))
+
+
+def test_things_that_are_no_model_or_no_optimizer() -> None:
+    with pytest.raises(zs.ModelError, match=r"shard\(\) takes a torch.nn.Module, not list"):
+        zs.shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    with pytest.raises(zs.ModelError, match=r"shard\(\) takes torch optimizers, not dict"):
+        zs.shard(Net(), {"lr": 1})  # type: ignore[arg-type]
+    with pytest.raises(zs.ModelError, match=r"shard\(\) takes torch optimizers, not float"):
+        zs.shard(Net(), 0.1)  # type: ignore[arg-type]
+
+
+def test_model_without_parameters() -> None:
+    with pytest.raises(zs.ModelError, match=r"Tanh has no parameters to shard"):
+        zs.shard(nn.Tanh())
+
+
+def test_lazy_modules() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that lazy modules are new
+        model = nn.Sequential(nn.LazyLinear(3))
+    said = r"`0.weight` is uninitialised \(a lazy module\)\. Run one forward pass before shard\(\)"
+    with pytest.raises(zs.ModelError, match=said):
+        zs.shard(model)
+
+
+def test_model_on_two_devices() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    with FakeTensorMode():
+        model[1].weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
+    with pytest.raises(zs.ModelError, match=r"the model is on several devices \(cpu, cuda:0\): move it"):
+        zs.shard(model)
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(zs.OptionError, match=r"shard\(\) has no option 'stages'\. Did you mean \"stage\"\?"):
+        zs.shard(Net(), stages=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"stage": 4}, r"stage=4 is not one of 0, 1, 2, 3"),
+    ({"stage": True}, r"stage=True is not one of 0, 1, 2, 3"),
+    ({"precision": "int8"}, r"precision='int8' is not a floating dtype"),
+    ({"precision": 16}, r"precision=16 must be a Precision, or one of bf16, fp16, fp32"),
+    ({"bucket_bytes": "many"}, r"bucket_bytes='many' is not a size"),
+    ({"bucket_bytes": 0}, r"bucket_bytes=0 must be more than zero bytes"),
+    ({"prefetch": -1}, r"prefetch=-1 must be a number of units"),
+    ({"split": "row"}, r"split='row' is not one of auto, rows, whole\. Did you mean \"rows\"\?"),
+    ({"buffers": "none"}, r"buffers='none' is not one of broadcast, local"),
+    ({"transport": "mpi"}, r"transport='mpi' is not one of auto, shm, gloo, nccl"),
+    ({"units": "none", "recompute": True}, r'recompute=True recomputes units, and units="none" leaves none'),
+    ({"units": "none", "recompute": "blocks.*"}, r'recompute pattern "blocks\.\*" matches none of the 0'),
+    ({"transport": "nccl"}, r"transport 'nccl' needs a process group and there is none: start with `zeros"),
+    ({"transport": "shm"}, r"transport 'shm' needs a process group and there is none"),
+])  # fmt: skip
+def test_options_that_cannot_take_effect(options: dict[str, Any], said: str) -> None:
+    model = Net()
+    before = dict(model.named_parameters())
+    with pytest.raises(zs.OptionError, match=said):
+        zs.shard(model, AdamW(model.parameters()), **options)
+    assert all(p is before[n] for n, p in model.named_parameters())  # nothing was touched
+    backward(model)
+
+
+def nccl_without_gpus() -> str:
+    with pytest.raises(zs.OptionError) as caught:
+        zs.shard(Net(), transport="nccl")
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_nccl_without_gpus() -> None:
+    said = ranks(2).run(nccl_without_gpus)
+    assert said[0] == said[1]
+    assert said[0].startswith("transport 'nccl' needs a group with the nccl backend and one GPU per rank")
+
+
+def test_environment_that_announces_a_group_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    said = r"announces a group of ranks \(torchrun: RANK=0, WORLD_SIZE=2\) but not MASTER_ADDR and MASTER_P"
+    with pytest.raises(zs.OptionError, match=said):
+        zs.shard(Net())
+
+
+# ---------------------------------------------------------------------- after shard()
+
+
+@pytest.mark.parametrize("move", [
+    lambda m: m.to(torch.float16), lambda m: m.half(), lambda m: m.double(), lambda m: m.cpu(),
+    lambda m: m.cuda(), lambda m: m.to("meta"), lambda m: m.blocks.bfloat16(),
+    lambda m: m.blocks[0].to(torch.float64),
+    lambda m: m.blocks[0][0].to_empty(device="cpu"),
+])  # fmt: skip
+def test_moving_or_casting_a_sharded_model(net: Trained, move: Any) -> None:
+    with pytest.raises(zs.StateError, match=r"model\.to\(\), .* have no effect after zs\.shard\(\)"):
+        move(net[0])
+    backward(net[0])
+
+
+def test_sharding_twice(net: Trained) -> None:
+    model, _, run = net
+    with pytest.raises(zs.ModelError, match=r"Net, or a part of it, is sharded already\. Close the earlier"):
+        zs.shard(model)
+    with pytest.raises(zs.ModelError, match=r"Linear, or a part of it, is sharded already"):
+        zs.shard(model.blocks[0][0])
+    with pytest.raises(zs.ModelError, match=r"Sequential, or a part of it, is sharded already"):
+        zs.shard(nn.Sequential(model, nn.Linear(3, 3)))
+    run.close()
+    zs.shard(model).close()
+
+
+def test_step_inside_no_sync(net: Trained) -> None:
+    model, optimizer, run = net
+    said = r"optimizer\.step\(\) inside run\.no_sync\(\): .* Leave the block before the last micro-batch"
+    with run.no_sync():
+        backward(model)
+        with pytest.raises(zs.StateError, match=said):
+            optimizer.step()
+    backward(model)
+    optimizer.step()
+
+
+def test_step_after_accumulation_that_was_never_synchronised(net: Trained) -> None:
+    model, optimizer, run = net
+    with run.no_sync():
+        backward(model)
+    said = r"gradients accumulated under run\.no_sync\(\) were never synchronised"
+    with pytest.raises(zs.StateError, match=said):
+        optimizer.step()
+    optimizer.zero_grad()  # drops them, and all is well
+    backward(model)
+    optimizer.step()
+
+
+def test_loading_a_state_dict_of_the_wrong_shape(net: Trained) -> None:
+    model, _, run = net
+    with run.gathered() as whole:
+        before = {name: p.detach().clone() for name, p in whole.items()}
+    state = {name: torch.zeros_like(value) for name, value in before.items()}
+    state["blocks.1.0.weight"] = torch.zeros(3, 4)
+    said = r"`blocks\.1\.0\.weight` is \(3, 4\) in the given state and \(3, 3\) in the model\. Nothing was"
+    with pytest.raises(zs.ModelError, match=said):
+        model.load_state_dict(state)
+    with run.gathered() as whole:
+        assert all(torch.equal(p, before[name]) for name, p in whole.items())
+
+
+def test_loading_a_state_dict_with_other_names(net: Trained) -> None:
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"blocks\.0\.0\.weight\""):
+        net[0].load_state_dict({"other": torch.zeros(3, 3)})
+
+
+def test_use_after_close(net: Trained) -> None:
+    model, optimizer, run = net
+    run.close()
+    for use in (run.publish, run.gathered().__enter__, run.kept_full().__enter__):
+        with pytest.raises(zs.StateError, match=r"this run is closed; call zs\.shard\(\) again"):
+            use()
+    assert repr(run) == "<zeroshard.Run Net: closed>"
+    backward(model)  # model and optimizer are plain again
+    optimizer.step()
+
+
+def test_every_error_is_a_zeroshard_error_and_the_builtin_one_expects() -> None:
+    for kind in (zs.OptionError, zs.ModelError):
+        assert issubclass(kind, zs.ZeroShardError)
+        assert issubclass(kind, ValueError)
+    for kind in (zs.StateError, zs.RankError):
+        assert issubclass(kind, zs.ZeroShardError)
+        assert issubclass(kind, RuntimeError)
