@@ -141,7 +141,7 @@ def train(kind: str, optimizer: str, options: dict[str, Any]) -> tuple[Bytes, By
         model(torch.randint(0, 50, (2, models.GPT.LENGTH + 1))).backward()
         updater.step()
     stats = run.stats()
-    run._runtime.transport.close()
+    run.close()
     return stats.live, stats.peak, asdict(buffers_of(setup))
 
 
@@ -207,6 +207,4 @@ def test_an_offloaded_run_holds_what_was_predicted(optimizer: str, options: dict
 )
 def test_one_rank_holds_what_was_predicted(options: dict[str, Any]) -> None:
     live, _, predicted = train("mixed", "AdamW", options)
-    if "offload" in options:
-        live["state"] = 0
     assert live == predicted

@@ -146,7 +146,7 @@ def peak_of_a_step(options: dict[str, Any], rows: int) -> tuple[int, int]:
         model(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    run._runtime.transport.close()
+    run.close()
     return peak.most, max(m.kinds["arriving"] + m.kinds["activations"] + m.kinds["update"] for m in moments)
 
 
@@ -175,7 +175,7 @@ def send(stage: int) -> tuple[dict[str, int], dict[str, int]]:
         optimizer.step()
         optimizer.zero_grad()
     sent = (run.stats() - before).sent
-    run._runtime.transport.close()
+    run.close()
     return sent, sent_by_rank(Setup(units, run.options, 2, rules))
 
 
