@@ -1,0 +1,96 @@
+"""A training script of which one rank goes astray: `failing.py SCENARIO TRANSPORT STAGE`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard as zs
+
+SCENARIO, TRANSPORT, STAGE = sys.argv[1], sys.argv[2], int(sys.argv[3])
+RANK = int(os.environ["RANK"])
+ASTRAY = RANK == 1
+AT = 2  # the step in which it happens
+
+
+def now() -> None:
+    """The moment from which the others have to notice."""
+    print(f"astray {time.time()}", flush=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + self.down(torch.tanh(self.up(x)))
+        if ASTRAY and self.step == AT:
+            if SCENARIO == "raise in forward":
+                now()
+                raise ValueError("the data were bad")
+            if SCENARIO in ("raise in backward", "killed in backward"):
+                out.register_hook(self.in_backward)
+        return out
+
+    @staticmethod
+    def in_backward(grad: Tensor) -> None:
+        now()
+        if SCENARIO == "killed in backward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the gradient was bad")
+
+
+def misbehave(run: zs.Run) -> None:
+    """Between two steps."""
+    if SCENARIO == "raise between steps":
+        now()
+        raise ValueError("the disk was full")
+    if SCENARIO == "exit between steps":
+        now()
+        os._exit(3)
+    if SCENARIO == "gathered alone":
+        now()
+        with run.gathered():
+            pass
+    if SCENARIO == "ends early":
+        now()
+        sys.exit(0)
+    if SCENARIO == "slow":
+        time.sleep(8)
+
+
+def main() -> None:
+    print(f"pid {os.getpid()}", flush=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if ASTRAY and SCENARIO == "raise before shard":
+        now()
+        raise ValueError("no such file")
+    stage = 1 if ASTRAY and SCENARIO == "another stage" else STAGE
+    run = zs.shard(model, optimizer, stage=stage, transport=TRANSPORT)
+    for step in range(5):
+        for block in model:
+            block.step = step
+        loss = model(torch.randn(4, 8)).pow(2).mean()
+        if not (ASTRAY and step == AT and SCENARIO == "skips a backward"):
+            loss.backward()
+        if not (ASTRAY and step == AT and SCENARIO == "skips a step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        if ASTRAY and step == AT:
+            if SCENARIO.startswith("skips"):
+                now()
+            misbehave(run)
+    run.close()
+    print(f"done {RANK}", flush=True)
+
+
+main()
