@@ -233,6 +233,7 @@ print("tty", sys.stdout.isatty(), "interrupts", interrupts)
     if pid == 0:
         os.execve(sys.executable, command(f"2, {str(path)!r}"), ENVIRON)
     started(path, 2)
+    time.sleep(0.5)  # both are in their loop: a callback of the interpreter would swallow an interrupt
     os.write(terminal, b"\x03")
     text = b""
     while True:
@@ -352,7 +353,7 @@ dist.barrier()
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_script(script: Write) -> None:
-    path = script(JOIN + "join('cpu'); dist.barrier(); print('joined', dist.get_world_size())")
+    path = script(JOIN + "join('cpu'); dist.barrier(); os.write(1, b'joined %d\\n' % dist.get_world_size())")
     words = ["--standalone", "--nproc-per-node", "2", str(path)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],

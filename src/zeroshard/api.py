@@ -120,7 +120,8 @@ def _check(model: nn.Module, optimizers: list[Optimizer], options: Options) -> N
         )
     if is_sharded(model):
         raise ModelError(
-            f"{type(model).__name__}, or a part of it, is sharded already. Close the earlier run first: run.close()."
+            f"{type(model).__name__}, or a part of it, is sharded already. Close the earlier run first: "
+            "run.close()."
         )
     if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
         raise ModelError("this model holds DTensors: another library has sharded it. Pass a plain model.")
