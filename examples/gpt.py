@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,20 +27,25 @@ import zeroshard as zs
 from zeroshard.display import Live, Plain, Reading, bytes_text, clock_text, summary
 
 MEMORY = ("parameters", "gradients", "state", "gathered", "buckets")
-PROMPTS = ("class ", "def ")
+# The repeated blocks would be found without being named. Embedding and head are large here, so that it pays
+# to gather them on their own, too.
+UNITS = ("embedding", "blocks.*", "head")
+PROMPTS = ("class Buffer:\n    def __init__(self, ", "def find(path, ")
 VALIDATIONS = 12
 VALIDATION_BATCHES, LAST_VALIDATION_BATCHES = 4, 32
 
 
 def main() -> None:
     asked = arguments()
+    where = asked.text.name if asked.text else "the standard library"
+    say(f"Learning {asked.vocabulary:,} tokens from the Python sources in {where} ...")
     tokenizer, text, held_out = load(asked.vocabulary, asked.text)
 
     torch.manual_seed(0)
     model = GPT(Config(len(tokenizer)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    run = zs.shard(model, optimizer, stage=asked.stage, bucket_bytes="1MiB")
+    run = zs.shard(model, optimizer, stage=asked.stage, units=UNITS, bucket_bytes="1MiB")
 
     training = Batches(text, model.config.context, asked.rows, run.rank, run.size)
     validation = Batches(held_out, model.config.context, asked.rows, run.rank, run.size)
@@ -106,6 +112,12 @@ def complete(model: GPT, tokenizer: Tokenizer, prompt: str, count: int) -> str:
     model.eval()
     tokens = model.generate(torch.tensor([tokenizer.encode("\n\n" + prompt)]), count)
     return tokenizer.decode(tokens[0].tolist()).strip().rpartition("\n")[0]
+
+
+def say(text: str) -> None:
+    """Print on rank 0, also before there is a run that knows its rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 def share(numbers: list[float]) -> list[list[float]]:
@@ -190,8 +202,8 @@ def arguments() -> argparse.Namespace:
     option("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default 3)")
     option("--text", type=Path, help="a folder with Python sources (default: the standard library)")
     option("--vocabulary", type=int, default=2048, help="tokens learnt from the text (default 2048)")
-    option("--rows", type=int, default=4, help="rows of a batch, per rank (default 4)")
-    option("--lr", type=float, default=4e-3, help="highest learning rate (default 4e-3)")
+    option("--rows", type=int, default=8, help="rows of a batch, per rank (default 8)")
+    option("--lr", type=float, default=1e-2, help="highest learning rate (default 0.01)")
     option("--sample", type=int, default=200, help="tokens of a sample (default 200)")
     return parser.parse_args()
 

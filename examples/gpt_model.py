@@ -17,10 +17,10 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Config:
     vocabulary: int
-    context: int = 256
-    width: int = 192
-    blocks: int = 6
-    heads: int = 3
+    context: int = 128
+    width: int = 160
+    blocks: int = 4
+    heads: int = 5
 
 
 class Block(nn.Module):
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def generate(self, tokens: Tensor, count: int, temperature: float = 0.8, top: int = 40) -> Tensor:
+    def generate(self, tokens: Tensor, count: int, temperature: float = 0.7, top: int = 30) -> Tensor:
         """`count` more tokens for every row, drawn from the `top` most likely ones."""
         draw = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(count):

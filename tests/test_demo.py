@@ -31,7 +31,7 @@ CODE = "def count(self, items):\n    return self.count + len(items)\n\n\nclass C
 def folder(tmp_path: Path) -> Path:
     """Some Python files, a few of which must be left alone."""
     for number in range(40):
-        (tmp_path / f"module_{number:02}.py").write_text(CODE * 20 + f"# file {number}\n")
+        (tmp_path / f"module_{number:02}.py").write_text(CODE * 20 + f"file = {number}\n")
     for name in ("test", "site-packages", "__pycache__"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "left_out.py").write_text("LEFT_OUT")
@@ -59,13 +59,21 @@ def test_a_line_break_takes_its_indentation_along() -> None:
     assert gpt_data.PIECES.findall("a:\n    b = _c1") == ["a", ":", "\n    ", "b", " =", " _", "c", "1"]
 
 
+def test_prose_and_tables_are_left_out() -> None:
+    head = b'"""A module."""\r\n\r\nx = "#"  # why\r\n# and how\r\n\r\n\r\n\r\n\r\n'
+    body = b'def f():\r\n    """It.\r\n\r\n    More."""\r\n\treturn 1\r\n'
+    assert gpt_data.code(head + body) == 'x = "#"\n\n\ndef f():\n        return 1\n'
+    assert gpt_data.is_table("table = {\n" + "    'a': 1,\n" * 5 + "}\n")
+    assert not gpt_data.is_table(CODE)
+
+
 def test_files_are_read_in_one_order_and_split_by_file(folder: Path) -> None:
     paths = gpt_data.sources(folder)
     assert paths == sorted(paths)
     assert all(path.parent == folder for path in paths)
     train, held = gpt_data.read(paths, 10**9)
     assert (train, held) == gpt_data.read(paths, 10**9)
-    numbers = [set(re.findall(r"# file (\d+)", side)) for side in (train, held)]
+    numbers = [set(re.findall(r"file = (\d+)", side)) for side in (train, held)]
     assert len(numbers[0]) == 37
     assert len(numbers[1]) == 3
     assert not numbers[0] & numbers[1]
@@ -214,7 +222,8 @@ def test_in_a_terminal_it_draws(folder: Path) -> None:
     screen = Terminal(100, 32)
     screen.write(written.decode())
     text = "\n".join(screen.lines)
-    assert text.startswith("ZeroShard · GPT"), text
+    assert text.startswith("Learning 300 tokens from"), text
+    assert screen.lines[1].startswith("ZeroShard · GPT"), text
     assert text.count("╭─ loss") == 1
     assert re.search(r"rank 1 +▆+ ", text)
     assert text.index("sent per step") < text.index("the model writes") < text.index("Summary")

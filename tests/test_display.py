@@ -179,7 +179,7 @@ def test_a_resize_starts_on_a_clean_screen() -> None:
     text = "\n".join(screen.lines[screen.top :])
     assert text.startswith("GPT\n")
     assert text.count("╰") == 1
-    assert "step 40" in text
+    assert "loss 2.142 " in text  # the mean of the last ten
     assert "a line" in screen.lines
 
 
