@@ -25,7 +25,7 @@ from .param import Bundle, Placement
 from .place import Host
 from .pool import Ledger, Pool
 from .runtime import Runtime
-from .shard import Faces, Param, make_home
+from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
 from .tier import Copies
 from .units import Tenant, Unit, find_units
@@ -82,7 +82,9 @@ class Builder:
             self.runtime.updates.append(update)
         for param in params:
             param.stand(param.home)
-            del param.original  # the user's own memory may go
+            if param.original is not param.home:
+                retire(param.original)
+            del param.original
         self.runtime.gradients = self._gradients(params)
         if self.host is not None:
             self.host.start()

@@ -167,7 +167,7 @@ class Hooks:
 
     def _on_optimizer(self, update: Update) -> None:
         optimizer, runtime = update.optimizer, self.runtime
-        own_step, own_zero = optimizer.step, optimizer.zero_grad
+        own_step, own_zero, own_add = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -181,11 +181,17 @@ class Hooks:
             runtime.forget(optimizer)
             own_zero(set_to_none)
 
+        def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
+            own_add(group)
+            added = {id(p) for p in self.param_groups[-1]["params"]}
+            update.meet([param for param in runtime.params if id(param.home) in added])
+
         if hasattr(own_step, "_wrapped_by_lr_sched"):
             # A scheduler built before shard() looks for its mark, and would warn that step() was replaced.
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # Bound methods, because LR schedulers re-bind whatever they find as `optimizer.step`.
-        for name, function in (("step", step), ("zero_grad", zero_grad)):
+        wrapped = {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group}
+        for name, function in wrapped.items():
             before = optimizer.__dict__.get(name)
             setattr(optimizer, name, MethodType(function, optimizer))
             self._undo.append(partial(_put_back, optimizer, name, before))

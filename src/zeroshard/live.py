@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from .errors import StateError
 from .param import Bundle
 from .part import Part
 from .units import Unit
@@ -21,6 +22,7 @@ class LiveUnit:
         self.params = [p for b in self.bundles for p in b.params]
         self.depth = 0  # entries that have not been left
         self.trainable = sum(p.trainable for p in self.params)
+        self._frozen = {id(p) for p in self.params if not p.trainable}
         self.expected = self.trainable  # gradients that have yet to arrive in this backward
         self.sharded = any(not b.resident for b in self.bundles)
         self._seats = [
@@ -31,9 +33,14 @@ class LiveUnit:
         self.parts: list[Part] = []  # updates on the host that its weights wait for
 
     def follow_homes(self) -> None:
-        """`requires_grad` is the user's to change, on the homes."""
+        """`requires_grad` is the user's to change, on the homes of parameters that there are buckets for."""
         for param in self.params:
             if param.leaf.requires_grad is not param.home.requires_grad:
+                if id(param) in self._frozen:
+                    raise StateError(
+                        f"`{param.name}` was frozen when zs.shard() was called, so its gradient has no "
+                        "place. Freeze it after shard() instead of before: then it can be thawed."
+                    )
                 param.leaf.requires_grad_(param.home.requires_grad)
 
     def stand_leaves(self) -> None:

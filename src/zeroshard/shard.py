@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from .errors import StateError
 from .layout import Slot
 from .native import join, split
 from .units import Place, Tenant
@@ -99,6 +100,25 @@ class Param:
         """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""
         for place in self.places:
             place.module._parameters[place.attribute] = parameter
+
+
+class Retired(nn.Parameter):
+    """What is left of a parameter that a DTensor has replaced. A list of parameters made before `shard()`
+    would otherwise clip nothing, and keep the whole model in memory, without a word."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StateError(
+            "this parameter was taken from the model before zs.shard(), which has replaced it. Take it again "
+            "after shard(): model.parameters(); and pass every optimizer to shard()."
+        )
+
+
+def retire(parameter: nn.Parameter) -> None:
+    """Let a parameter's memory go, and make any use of it an error."""
+    parameter.data = parameter.data.new_empty(0)
+    parameter.grad = None
+    parameter.__class__ = Retired
 
 
 def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Parameter:

@@ -64,15 +64,25 @@ class Update:
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Param], faces: Faces) -> None:
         self.optimizer, self.faces = optimizer, faces
-        self.params = {id(p.home): p for p in params}
+        self.params: dict[int, Param] = {}
         self._proxies: dict[int, nn.Parameter] = {}
-        for param in params:
-            plain = faces.mesh is None
-            self._proxies[id(param.home)] = (
-                param.home if plain else nn.Parameter(param.local, requires_grad=False)
-            )
+        self.meet(params)
         self._linked: tuple[Any, int] = (None, 0)
         self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+
+    def meet(self, params: Sequence[Param]) -> None:
+        """Parameters that the optimizer holds, from the start or since `add_param_group`."""
+        wholes = any(p.slot.split == "whole" for p in self.params.values())
+        for param in params:
+            if wholes and param.slot.split == "rows":
+                raise ModelError(
+                    f"{type(self.optimizer).__name__} needs whole tensors, and `{param.name}` was divided by "
+                    'rows. Give it the parameter before shard(), or pass shard(..., split="whole").'
+                )
+            self.params[id(param.home)] = param
+            plain = self.faces.mesh is None
+            proxy = param.home if plain else nn.Parameter(param.local, requires_grad=False)
+            self._proxies[id(param.home)] = proxy
 
     def adopt(self, successors: dict[int, nn.Parameter]) -> None:
         """Put the homes where the optimizer held the user's parameters."""

@@ -102,6 +102,11 @@ def _tenants(model: nn.Module, units: set[str]) -> list[tuple[Tenant, set[str]]]
                 raise ModelError(
                     f"`{name}` is uninitialised (a lazy module). Run one forward pass before shard()."
                 )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ModelError(
+                    f"`{name}` has gradient hooks, which would not be called: autograd will see other "
+                    "tensors. Change gradients in the loop, between backward() and step()."
+                )
             tenant, owners = found.setdefault(id(parameter), (Tenant(name, parameter), set()))
             if not any(place.module is module and place.attribute == attribute for place in tenant.places):
                 tenant.places.append(Place(module, attribute))
