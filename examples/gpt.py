@@ -137,13 +137,14 @@ class Watch:
         self.run, self.asked, self.bytes_per_token = run, asked, bytes_per_token
         self.done = 0.0
         self._began = time.monotonic()
+        self._elapsed = 0.0
         self._last = Reading(step=0, done=0.0, loss=math.nan)
         self._stats = run.stats()
         self._validated = 0
 
     def look(self, step: int, loss: float, tokens: int) -> Reading:
-        stats, elapsed = self.run.stats(), time.monotonic() - self._began
-        board = share([elapsed, loss, *(stats.peak[kind] for kind in MEMORY)])
+        stats, self._elapsed = self.run.stats(), time.monotonic() - self._began
+        board = share([self._elapsed, loss, *(stats.peak[kind] for kind in MEMORY)])
         # Clocks differ from rank to rank; the learning rate and the end must not. Rank 0's clock decides.
         done = step / self.asked.steps if self.asked.steps else board[0][0] / self.asked.seconds
         self.done = min(done, 1.0)
@@ -154,7 +155,7 @@ class Watch:
             tokens=step * tokens * self.run.size,
             memory=[dict(zip(MEMORY, map(int, row[2:]), strict=True)) for row in board],
             sent={kind: count for kind, count in (stats - self._stats).sent.items() if count},
-            waited=sum(stats.waited.values()) / elapsed,
+            waited=sum(stats.waited.values()) / self._elapsed,
             facts=self._last.facts,
         )
         self._stats = stats
@@ -173,13 +174,12 @@ class Watch:
 
     def report(self, plain: Plain) -> list[tuple[str, str]]:
         last, loss = self._last, self._last.validation or math.nan
-        seconds = time.monotonic() - self._began
         memory, sent = max(sum(kinds.values()) for kinds in last.memory), sum(last.sent.values())
         return [
             ("validation loss", f"{loss:.3f} per token (perplexity {math.exp(loss):.1f})"),
             ("bits per byte", last.facts["bits/byte"]),
-            ("trained", f"{last.step:,} steps, {last.tokens:,} tokens in {clock_text(seconds)}"),
-            ("speed", f"{last.tokens / seconds:,.0f} tokens/s"),
+            ("trained", f"{last.step:,} steps, {last.tokens:,} tokens in {clock_text(self._elapsed)}"),
+            ("speed", f"{last.tokens / self._elapsed:,.0f} tokens/s"),
             ("memory per rank", f"{bytes_text(memory)} (plain data parallel: {bytes_text(plain.memory)})"),
             ("sent per step by a rank", f"{bytes_text(sent)} (DDP: {bytes_text(plain.sent)})"),
             ("waited for communication", f"{last.waited:.1%} of the time"),
@@ -202,8 +202,8 @@ def arguments() -> argparse.Namespace:
     option("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default 3)")
     option("--text", type=Path, help="a folder with Python sources (default: the standard library)")
     option("--vocabulary", type=int, default=2048, help="tokens learnt from the text (default 2048)")
-    option("--rows", type=int, default=8, help="rows of a batch, per rank (default 8)")
-    option("--lr", type=float, default=1e-2, help="highest learning rate (default 0.01)")
+    option("--rows", type=int, default=4, help="rows of a batch, per rank (default 4)")
+    option("--lr", type=float, default=8e-3, help="highest learning rate (default 0.008)")
     option("--sample", type=int, default=200, help="tokens of a sample (default 200)")
     return parser.parse_args()
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 class Config:
     vocabulary: int
     context: int = 128
-    width: int = 160
+    width: int = 128
     blocks: int = 4
-    heads: int = 5
+    heads: int = 2
 
 
 class Block(nn.Module):

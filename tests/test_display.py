@@ -122,10 +122,19 @@ def test_the_curve_falls_with_the_loss_and_stays_in_its_box() -> None:
 
 
 @pytest.mark.parametrize(
-    "losses", [[3.0], [3.0, 3.0], [-1.0, -5.0, 0.0], [math.nan, 2.0, math.inf, 1.0], [1e-9, 1e9]]
+    "losses", [[3.0], [3.0, 3.0], [-1.0, -5.0, 0.0], [math.nan, 2.0, math.inf, 1.0], [1e-9, 1e9], [1e9, 1e-9]]
 )
 def test_the_curve_bears_any_loss(losses: list[float]) -> None:
     assert any(is_dots(char) for line in curve_of(losses) for char in line)
+
+
+def test_a_long_run_is_remembered_in_few_points() -> None:
+    record = Record("GPT", None)
+    for step in range(1, 20_001):
+        record.add(Reading(step=step, done=step / 20_000, loss=20_000 - step))
+    assert 1900 < len(record.train) <= 2001
+    assert all(abs(20_000 * (1 - done) - loss) <= 10 for done, loss in record.train)
+    assert record.loss == 4.5  # the last ten steps, not the last ten points
 
 
 def test_a_run_without_one_finite_loss_says_so() -> None:

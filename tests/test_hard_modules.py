@@ -72,6 +72,7 @@ def recomputed(reentrant: bool) -> nn.Module:
 
 def recomputed_all(reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
     """The whole model under one checkpoint, called from the loop."""
+
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         return checkpoint(model, x, use_reentrant=reentrant).pow(2).mean()
@@ -81,6 +82,7 @@ def recomputed_all(reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
 
 def nested_checkpoint() -> nn.Module:
     """A checkpointed pair of checkpointed blocks."""
+
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -190,7 +190,11 @@ class Hooks:
             # A scheduler built before shard() looks for its mark, and would warn that step() was replaced.
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # Bound methods, because LR schedulers re-bind whatever they find as `optimizer.step`.
-        wrapped = {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group}
+        wrapped: dict[str, Callable[..., Any]] = {
+            "step": step,
+            "zero_grad": zero_grad,
+            "add_param_group": add_param_group,
+        }
         for name, function in wrapped.items():
             before = optimizer.__dict__.get(name)
             setattr(optimizer, name, MethodType(function, optimizer))

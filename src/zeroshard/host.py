@@ -11,8 +11,10 @@ updated before the norm is known; the update then hides behind the next forward,
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +24,7 @@ import torch
 from torch import Tensor
 
 from .errors import StateError, TierError
-from .native import (
-    AdamRows,
-    AdamStep,
-    SgdStep,
-    Workers,
-    adam_update,
-    sgd_update,
-)
+from .native import AdamRows, AdamStep, SgdStep, Workers, adam_update, sgd_update
 from .part import Part, Stretch
 from .tier import Copies, Mark, Ring, Stage
 from .undo import take_back
@@ -108,6 +103,7 @@ class HostUpdates:
         self._busy = threading.Semaphore(2)
         self._thread = threading.Thread(target=self._run, name="zeroshard-offload", daemon=True)
         self._thread.start()
+        _alive.add(self)
 
     # ------------------------------------------------------------------ during backward
 
@@ -434,3 +430,18 @@ class HostUpdates:
             self._changed.notify_all()
         self._thread.join()
         self.workers.close()
+
+    def halt(self) -> None:
+        """The interpreter ends: drop what is due, and leave no thread behind."""
+        self._closing = True
+        self._fail(None, StateError("the interpreter is ending"))
+        self._thread.join(timeout=10)
+
+
+_alive: weakref.WeakSet[HostUpdates] = weakref.WeakSet()
+
+
+@atexit.register
+def _halt_all() -> None:
+    for updates in list(_alive):
+        updates.halt()

@@ -10,13 +10,14 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from .figures import clock_text
-from .reading import Record
+from .reading import Point, Record
 
 TRAIN, VALIDATION = "bright_cyan", "bold bright_yellow"
 DIM = "bright_black"
 # Bits of a braille character: DOTS[row][column], rows from the top.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 LABEL_EVERY = 3
+STEPS_A_WINDOW, WIDEST_WINDOW = 20, 10
 
 Cells = list[list[tuple[str, str]]]  # [row][column]: a character and its style
 
@@ -26,7 +27,7 @@ class Curve:
 
     def __init__(self, record: Record, rows: int) -> None:
         self.rows = rows - 1  # the last one holds the times
-        self.train = [point for point in record.train if math.isfinite(point[1])]
+        self.train = list(_smooth([point for point in record.train if math.isfinite(point[1])]))
         self.validation = [point for point in record.validation if math.isfinite(point[1])]
         self.seconds = record.elapsed + record.left
 
@@ -81,6 +82,13 @@ class Curve:
             text = text.ljust(columns * quarter // 4) + clock_text(self.seconds * quarter / 4)
         end = clock_text(self.seconds)
         return text.ljust(columns)[: columns - len(end)] + end
+
+
+def _smooth(points: list[Point]) -> Iterator[Point]:
+    """Means over the last points, more of them as time goes on: losses first fall, and later jump about."""
+    for index, (done, _) in enumerate(points):
+        window = points[max(index - min(index // STEPS_A_WINDOW, WIDEST_WINDOW), 0) : index + 1]
+        yield done, sum(loss for _, loss in window) / len(window)
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 RATE_SECONDS = 10.0
 SMOOTHED = 10
+PLACES = 2000  # dots of the widest terminal: losses in the same place are one point, so that points stay few
+
+Point = tuple[float, float]  # how much was done, and the loss then
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +42,33 @@ class Record:
 
     def __init__(self, title: str, plain: Plain | None) -> None:
         self.title, self.plain = title, plain
-        self.train: list[tuple[float, float]] = []  # (done, loss)
-        self.validation: list[tuple[float, float]] = []
+        self.train: list[Point] = []
+        self.validation: list[Point] = []
         self.last: Reading | None = None
         self.began = self.now = time.monotonic()
+        self._losses: deque[float] = deque(maxlen=SMOOTHED)
         self._recent: deque[tuple[float, int]] = deque()
+        self._together = 0  # readings in the last point
 
     def add(self, reading: Reading) -> None:
         self.now = time.monotonic()
         self.last = reading
-        self.train.append((reading.done, reading.loss))
+        self._losses.append(reading.loss)
+        self._plot(reading.done, reading.loss)
         if reading.validation is not None:
             self.validation.append((reading.done, reading.validation))
         self._recent.append((self.now, reading.tokens))
         while self.now - self._recent[0][0] > RATE_SECONDS:
             self._recent.popleft()
+
+    def _plot(self, done: float, loss: float) -> None:
+        if self.train and int(self.train[-1][0] * PLACES) == int(done * PLACES):
+            self._together += 1
+            mean = self.train[-1][1]
+            self.train[-1] = done, mean + (loss - mean) / self._together
+        else:
+            self._together = 1
+            self.train.append((done, loss))
 
     @property
     def elapsed(self) -> float:
@@ -67,8 +82,7 @@ class Record:
     @property
     def loss(self) -> float:
         """Over the last steps: one batch alone jumps too much to be read."""
-        recent = [loss for _, loss in self.train[-SMOOTHED:]]
-        return sum(recent) / len(recent)
+        return sum(self._losses) / len(self._losses)
 
     @property
     def tokens_per_second(self) -> float:

@@ -3,12 +3,14 @@ threads would all start on the caller's core and could not be kept off it."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from zeroshard.errors import OptionError, StateError
@@ -57,6 +59,7 @@ class Workers:
         ]
         for thread in self._threads:
             thread.start()
+        _pools.add(self)
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -116,3 +119,20 @@ class Workers:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def halt(self) -> None:
+        """Drop what has not begun and end the threads. For the end of the interpreter: a thread that still
+        runs then is torn out of its C++ frames, and takes the process down with it."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        self.close()
+
+
+_pools: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+@atexit.register
+def _halt_all() -> None:
+    for pool in list(_pools):
+        pool.halt()
