@@ -22,7 +22,7 @@ from native_case import (
 from torch import Tensor
 
 from zeroshard import native
-from zeroshard.native import AdamRows, AdamStep, SgdRows, SgdStep
+from zeroshard.native import AdamRows, AdamStep, Moves, SgdRows, SgdStep, loader
 
 FIXTURES = (both_paths, each_path)  # pytest finds them among the names of this module
 
@@ -165,3 +165,27 @@ def test_sgd_is_bit_equal_in_c_and_torch(both, variant) -> None:
             return [*contents(state), weight]
 
         both(run)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moves(compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of strided targets take consecutive parts of their source; the rest is a plain copy."""
+    if not compiled:
+        monkeypatch.setattr(loader, "kernels", lambda: None)
+    wire = torch.zeros(40, dtype=dtype)
+    to = [wire.as_strided((2, 3), (20, 1), 1), wire[30:34], wire[39:39]]
+    moves = Moves(to, to)
+    for seed in range(2):
+        sources = [torch.randn(t.numel(), generator=torch.manual_seed(seed)).to(dtype) for t in to]
+        moves.run(to, sources, "source")
+        assert torch.equal(to[0].reshape(-1), sources[0])
+        assert torch.equal(to[1], sources[1])
+        assert wire.count_nonzero() == 10
+    more = torch.zeros(40, dtype=dtype)
+    other = [more.as_strided((2, 3), (20, 1), 1), more[30:34], more[39:39]]
+    moves.run(other, sources, "to")
+    assert torch.equal(other[0].reshape(-1), sources[0])
+    wide = [source.double() for source in sources]
+    moves.run(other, [10 * source for source in wide])
+    assert torch.equal(other[1], (10 * wide[1]).to(dtype)), "another dtype is converted"

@@ -18,12 +18,12 @@ from .comm import Region, Transport
 from .config import Options, Precision
 from .errors import ModelError, OptionError
 from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
-from .layout import ALIGN, Pack, Slot, Split, buckets, slots_for
+from .layout import ALIGN, FlatPack, Pack, Slot, Split, buckets, slots_for
 from .live import LiveUnit, leaf_of
 from .native import split
 from .param import Bundle, Placement
 from .place import Host
-from .pool import Ledger, Pool
+from .pool import Kind, Ledger, Pool
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
@@ -245,11 +245,12 @@ class Builder:
         self, dtypes: tuple[torch.dtype, torch.dtype], members: list[list[Param]], first: int
     ) -> list[Bucket]:
         align = self.host.align if self.host is not None else ALIGN
+        kind = FlatPack if self.options.stage == 0 else Pack
         packs = [
-            Pack(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True, align=align)
+            kind(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True, align=align)
             for ps in members
         ]
-        wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes[0])
+        wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes)
         return [
             Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
             for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))
@@ -259,16 +260,17 @@ class Builder:
         """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
         return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot
 
-    def _wires(self, key: str, packs: list[Pack], dtype: torch.dtype) -> list[Region]:
+    def _wires(self, key: str, packs: list[Pack], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Region]:
         """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
         few from stage 2 on."""
-        keeps = not self.options.shards_grads
+        keeps, dtype = not self.options.shards_grads, dtypes[0]
         count = len(packs) if keeps else min(RING, len(packs))
         sizes = [pack.wire for pack in packs] if keeps else [max(pack.wire for pack in packs)] * count
         ring = [self.transport.allocate(f"{key} {i}", size, dtype) for i, size in enumerate(sizes)]
-        kind = "gradients" if self.options.stage == 1 else "buckets"
+        shown = self.options.stage == 0 and dtypes[0] == dtypes[1] and ring[0].mine.device == self.device
+        kind: Kind = "gradients" if self.options.stage == 1 or shown else "buckets"
         for size in sizes:
-            self.ledger.book(kind, size * dtype.itemsize)  # type: ignore[arg-type]
+            self.ledger.book(kind, size * dtype.itemsize)
         return [ring[i % count] for i in range(len(packs))]
 
 

@@ -8,7 +8,7 @@ Tensors of a bucket (all flat; P = this rank's piece, W = the wire: the pieces o
 - `landed`  gradient dtype, P. Stages 2 and 3: a buffer of its own. Stage 1: this rank's piece of the wire,
   where dtypes agree.
 - `whole`   gradient dtype, full shapes. Stage 0 only: what `home.grad` shows after the pieces were gathered
-  back.
+  back. The wire itself where dtypes and devices agree; its pieces are then equal cuts, not rows (`FlatPack`).
 
 [Note: used flags] A parameter that no rank used must keep `grad is None`, as in one process: AdamW would
 decay it otherwise. One that only some ranks used gets the average in which the others count as zero. So each
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from .comm import Region, Transport, Work
-from .layout import Pack
+from .layout import FlatPack, Pack
+from .native import Moves
 from .pool import Ledger
 from .shard import Faces, Param
 
@@ -58,20 +59,23 @@ class Bucket:
         self.transport, self.device = transport, device
         self.wire_dtype, self.dtype = dtypes
         self.waiting = len(self.params)
+        self.flat = isinstance(pack, FlatPack)
+        self._shares = 1 if self.flat else pack.world
         self._targets = self._make_targets()
+        at = [pack.full] if self.flat else [start + pack.body(r) for r, start in enumerate(pack.starts)]
+        self._flags = [wire.mine[start : start + len(self.params)] for start in at]
+        self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
         # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
         # takes its gradient.
-        self._equal = (
-            [views[0] for views in self._targets] if all(len(views) == 1 for views in self._targets) else None
-        )
-        self._flags = [self._flag_view(rank) for rank in range(pack.world)]
-        self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
+        self._equal: list[Tensor] | None = None
+        if all(len(views) == 1 for views in self._targets):
+            self._equal = [views[0] for views in self._targets] + self._flags
+            self._moves = Moves(self._equal, self._equal)
         self.landed: Tensor | None = None
         self.whole: Tensor | None = None
-        self.reduced, self.reduced_at = (
-            wire,
-            pack.starts,
-        )  # stage 0: where peers fetch each rank's reduced piece
+        self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each reduced piece
+        self.back: list[list[Tensor]] = []  # stage 0: per rank, where its reduced piece goes in `whole`
+        self.cuts: list[list[tuple[int, int]]] = []  # stage 0: per rank, where that is fetched from
         self.grads: list[Tensor] = []  # per parameter, what home.grad shows
 
     @property
@@ -81,6 +85,9 @@ class Bucket:
     def _make_targets(self) -> list[list[Tensor]]:
         """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
         view per rank."""
+        if self.flat:
+            spans = zip(self.pack.full_offsets, self.pack.slots, strict=True)
+            return [[self.wire.mine[at : at + slot.numel].view(1, -1)] for at, slot in spans]
         world, result = self.pack.world, []
         offsets = [
             [start + at for at in self.pack.offsets(rank)] for rank, start in enumerate(self.pack.starts)
@@ -95,14 +102,10 @@ class Bucket:
                 result.append([self.wire.mine[start : start + n] for start, n in zip(at, held, strict=True)])
         return result
 
-    def _flag_view(self, rank: int) -> Tensor:
-        at = self.pack.starts[rank] + self.pack.body(rank)
-        return self.wire.mine[at : at + len(self.params)]
-
     def _sources(self, index: int, grad: Tensor) -> list[Tensor]:
         slot, flat = self.pack.slots[index], grad.reshape(-1)
         if len(self._targets[index]) == 1:
-            return [flat.view(self.pack.world, -1)]
+            return [flat.view(self._shares, -1)]
         return [flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row] for r in range(self.pack.world)]
 
     @torch.no_grad()
@@ -118,11 +121,11 @@ class Bucket:
             if everything
             else torch.tensor(self.used, dtype=self.wire_dtype, device=self._ones.device)
         )
-        if everything and self._equal is not None and all(grad.is_contiguous() for grad in grads):  # type: ignore[union-attr]
-            into, out_of = self._equal, [grad.view(self.pack.world, -1) for grad in grads]  # type: ignore[union-attr]
+        if everything and self._equal is not None and not any(grad.is_sparse for grad in grads):  # type: ignore[union-attr]
+            self._moves.run(self._equal, grads + [flags] * len(self._flags), "source")  # type: ignore[arg-type]
         else:
             into, out_of = self._uneven_pairs(grads)
-        torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
+            torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
         for leaf in leaves:
             leaf.grad = None
 
@@ -152,8 +155,11 @@ class Bucket:
         """After the reduction: which parameters any rank used; see [Note: used flags]."""
         if all(self.used):
             return self.used
-        assert self.landed is not None
-        counts = self.landed[self.pack.body(self.transport.rank) :][: len(self.params)]
+        if self.whole is not None:
+            counts = self.whole[self.pack.full :][: len(self.params)]
+        else:
+            assert self.landed is not None
+            counts = self.landed[self.pack.body(self.transport.rank) :][: len(self.params)]
         return [mine or count > 0 for mine, count in zip(self.used, counts.tolist(), strict=True)]
 
 
@@ -186,28 +192,39 @@ class Gradients:
             if self.stage > 0:
                 ledger.book("gradients", bucket.landed.nbytes)
         if self.stage == 0:
-            if bucket.dtype != bucket.wire_dtype:
-                # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike
-                # at other stages.
-                bucket.reduced = self.transport.allocate(
-                    f"{bucket.wire.key} {bucket.index} reduced", size, bucket.dtype
-                )
-                bucket.reduced_at = (0,) * pack.world
-                if bucket.reduced.mine.device == bucket.device:
-                    bucket.landed = bucket.reduced.mine
-                ledger.book("buckets", bucket.reduced.mine.nbytes)
-            whole = bucket.whole = torch.zeros(pack.full, dtype=bucket.dtype, device=bucket.device)
-            ledger.book("gradients", whole.nbytes)
-            bucket.grads = [
-                whole[at : at + s.numel].view(s.shape)
-                for s, at in zip(pack.slots, pack.full_offsets, strict=True)
-            ]
+            self._make_whole(bucket, in_place, ledger)
             return
         rows = [
             bucket.landed[at : at + s.held(rank)].view(s.local_shape(rank))
             for s, at in zip(pack.slots, pack.offsets(rank), strict=True)
         ]
         bucket.grads = [faces.show(view, slot) for view, slot in zip(rows, pack.slots, strict=True)]
+
+    def _make_whole(self, bucket: Bucket, in_place: bool, ledger: Ledger) -> None:
+        pack = bucket.pack
+        if bucket.dtype != bucket.wire_dtype:
+            # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike at
+            # other stages.
+            size = pack.pieces[self.transport.rank]
+            key = f"{bucket.wire.key} {bucket.index} reduced"
+            bucket.reduced = self.transport.allocate(key, size, bucket.dtype)
+            bucket.reduced_at = (0,) * pack.world
+            if bucket.reduced.mine.device == bucket.device:
+                bucket.landed = bucket.reduced.mine
+            ledger.book("buckets", bucket.reduced.mine.nbytes)
+        if in_place:
+            bucket.whole = bucket.wire.mine[: pack.wire]
+        else:
+            bucket.whole = torch.zeros(pack.wire, dtype=bucket.dtype, device=bucket.device)
+            ledger.book("gradients", bucket.whole.nbytes)
+        places = zip(pack.slots, pack.full_offsets, strict=True)
+        bucket.grads = [bucket.whole[at : at + s.numel].view(s.shape) for s, at in places]
+        spans = list(zip(pack.starts, pack.pieces, strict=True))
+        bucket.back = [[bucket.whole[at : at + n]] for at, n in spans]
+        if in_place:
+            bucket.back[self.transport.rank] = []
+        fetched = zip(bucket.reduced_at, pack.pieces, strict=True)
+        bucket.cuts = [[(at, n)] for at, n in fetched]
 
     # ------------------------------------------------------------------ during backward
 
@@ -277,30 +294,15 @@ class Gradients:
             if bucket.landed is not None and own.data_ptr() != bucket.landed.data_ptr():
                 own.copy_(bucket.landed)
         self.transport.open()
-        works = []
-        for bucket in self.buckets:
-            pack = bucket.pack
-            cuts = [
-                [(bucket.reduced_at[r] + at, n) for at, n in cut]
-                for r, cut in enumerate(pack.cuts_of_pieces())
-            ]
-            flat = [g.view(-1) for g in bucket.grads]
-            out = [
-                [
-                    f[s.rows(r)[0] * s.row : s.rows(r)[1] * s.row]
-                    for f, s in zip(flat, pack.slots, strict=True)
-                ]
-                for r in range(pack.world)
-            ]
-            works.append(
-                self.transport.gather(
-                    "reduce", f"{bucket.wire.key}/whole{bucket.index}", bucket.reduced, cuts, out
-                )
-            )
-        for bucket, work in zip(self.buckets, works, strict=True):
+        works = [
+            self.transport.gather("reduce", f"{b.wire.key}/whole{b.index}", b.reduced, b.cuts, b.back)
+            for b in self.buckets
+        ]
+        for work in works:
             work.wait()
+        self.transport.fence()  # what is shown may be added to, and peers read it in place
+        for bucket in self.buckets:
             self._show(bucket)
-        self.transport.fence()
 
     def _show(self, bucket: Bucket) -> None:
         """Set `home.grad`, adding what earlier backward passes had left there; or hand the gradient to the
@@ -308,9 +310,15 @@ class Gradients:
         if bucket.sink is not None:
             flat = bucket.whole if bucket.whole is not None else bucket.landed
             assert flat is not None
-            bucket.sink(flat, bucket.used_anywhere())
+            bucket.sink(flat[: bucket.pack.full] if bucket.flat else flat, bucket.used_anywhere())
             return
         aside = self._aside.pop(bucket.index, None)
+        if aside is None and all(bucket.used):
+            held = [param.home.grad for param in bucket.params]
+            if not any(grad is not None for grad in held):
+                for param, grad in zip(bucket.params, bucket.grads, strict=True):
+                    param.home.grad = grad
+                return
         for index, (param, used) in enumerate(zip(bucket.params, bucket.used_anywhere(), strict=True)):
             before, late = aside[index] if aside is not None else None, param.home.grad
             parts = [Faces.local(part) for part in (before, late) if part is not None]

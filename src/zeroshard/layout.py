@@ -147,6 +147,17 @@ class Pack:
         ]
 
 
+@dataclass(frozen=True)
+class FlatPack(Pack):
+    """Slots whole, one after another, and then the flags, cut into equal pieces wherever the cuts fall. For
+    gradients that every rank gets back whole: each of them then lies in one place of the wire."""
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        total = self.full + (aligned(len(self.slots)) if self.flags else 0)
+        return (aligned(-(-total // self.world)),) * self.world
+
+
 def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split: Split) -> list[Slot]:
     """Slots for named shapes. Whole tensors go, largest first, to the rank that has least so far."""
     load = [0] * world

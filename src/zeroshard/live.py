@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ from .errors import StateError
 from .param import Bundle
 from .part import Part
 from .units import Unit
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class LiveUnit:
@@ -30,10 +33,13 @@ class LiveUnit:
             for p in self.params
             for place in p.places
         ]
+        self._leaves, self._homes = [p.leaf for p in self.params], [p.home for p in self.params]
         self.parts: list[Part] = []  # updates on the host that its weights wait for
 
     def follow_homes(self) -> None:
         """`requires_grad` is the user's to change, on the homes of parameters that there are buckets for."""
+        if list(map(_requires_grad, self._leaves)) == list(map(_requires_grad, self._homes)):
+            return
         for param in self.params:
             if param.leaf.requires_grad is not param.home.requires_grad:
                 if id(param) in self._frozen:

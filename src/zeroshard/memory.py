@@ -162,10 +162,11 @@ class Setup:
                 for names in buckets(sizes, self.options.bucket_bytes)
             )
         result: list[Bucket] = []
+        flat = self.options.stage == 0
         for (wire, landed), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part)
+                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat)
                 for ws, part in members
             ]
         return result
@@ -251,12 +252,15 @@ def _gradients(setup: Setup) -> Buffers:
             numel = min(RING, len(members)) * max(b.wire_numel for b in members)
         else:
             numel = sum(b.wire_numel for b in members)
-        wires += numel * WIDTHS[wire]
         pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
-        if stage == 0:
-            whole += sum(b.full for b in members) * WIDTHS[dtype]
-            reduced += pieces if dtype != wire else 0
-        elif stage > 1 or dtype != wire:
+        if stage == 0:  # where dtypes agree, the wire is the gradient
+            whole += numel * WIDTHS[dtype]
+            if dtype != wire:
+                wires += numel * WIDTHS[wire]
+                reduced += pieces
+            continue
+        wires += numel * WIDTHS[wire]
+        if stage > 1 or dtype != wire:
             landed += pieces
     if stage == 1:
         return Buffers(gradients=wires + landed)

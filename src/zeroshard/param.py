@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,16 +37,15 @@ class Residence(Enum):
     FULL = "full"
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What stands for a saved tensor that lives in a bundle's buffer. `index`: it is that parameter's leaf
+class Saved(NamedTuple):
+    """What stands for a saved tensor that lives in a bundle's buffer. `place`: it is that parameter's leaf
     itself."""
 
     bundle: Bundle
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-    index: int | None
+    place: int | None
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,9 @@ class Bundle:
         self._work: Work | None = None
         self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}
         nothing = float("nan") if self.dtype.is_floating_point else 0
-        self._blank = None if resident else torch.full((), nothing, dtype=self.dtype, device=pool.device)
+        blank = torch.full((), nothing, dtype=self.dtype, device=pool.device)
+        self._blanks = [] if resident else [blank.expand(slot.shape) for slot in pack.slots]
+        self._index: dict[int, int] = {}  # id(leaf) -> its place
         self._allocate(ledger)
         self._compute, self._local = self.compute_views(), self.local_views()
         self.updated_by_host: set[int] = set()  # parameters whose compute rows the host update writes itself
@@ -146,8 +147,7 @@ class Bundle:
 
     def blank(self, index: int) -> Tensor:
         """What a leaf shows while its bundle is sharded: the right shape, and NaN."""
-        assert self._blank is not None
-        return self._blank.expand(self.pack.slots[index].shape)
+        return self._blanks[index]
 
     # ------------------------------------------------------------------ verbs
 
@@ -225,8 +225,8 @@ class Bundle:
             return
         self.finish()
         assert self.full is not None
-        for index, param in enumerate(self.params):
-            param.leaf.data = self.blank(index)
+        for param, blank in zip(self.params, self._blanks, strict=True):
+            param.leaf.data = blank
         self.pool.give(self.full)
         self.full = None
         self.residence = Residence.SHARDED
@@ -246,7 +246,9 @@ class Bundle:
     def save(self, tensor: Tensor) -> Saved:
         """Stand-in for a tensor that lives in this bundle's buffer; see [Note: released units in
         backward]."""
-        index = next((i for i, p in enumerate(self.params) if p.leaf is tensor), None)
+        if len(self._index) != len(self.params):
+            self._index = {id(param.leaf): index for index, param in enumerate(self.params)}
+        index = self._index.get(id(tensor))
         return Saved(self, int(tensor.storage_offset()), tensor.size(), tensor.stride(), index)
 
     def restore(self, saved: Saved) -> Tensor:
@@ -255,8 +257,8 @@ class Bundle:
         # A backward that builds a graph (a gradient penalty) saves what it computes with, without our hooks:
         # it gets a copy that outlives the buffer. Autograd ties the copy to the leaf.
         builds_graph = torch.is_grad_enabled()
-        if saved.index is not None and not builds_graph:
-            return self.params[saved.index].leaf
+        if saved.place is not None and not builds_graph:
+            return self.params[saved.place].leaf
         with torch.no_grad():
             view = torch.as_strided(self.full, saved.size, saved.stride, saved.offset)
             return view.clone() if builds_graph else view

@@ -32,7 +32,7 @@ from .host import HostUpdates
 from .layout import Slot
 from .live import LiveUnit
 from .norm import global_norm
-from .param import Bundle, SavedTensors
+from .param import Bundle, Residence, SavedTensors
 from .part import Part
 from .place import Host
 from .pool import Ledger, Pool
@@ -233,7 +233,8 @@ class Runtime:
 
     def arrived(self, unit: LiveUnit, param: Param) -> None:
         """Autograd has accumulated a leaf's gradient."""
-        self.begin_backward()
+        if torch._C._current_graph_task_id() != self._task:
+            self.begin_backward()
         self._arrivals += 1
         unit.expected -= 1
         if self.sync:
@@ -251,13 +252,14 @@ class Runtime:
 
     def ensure(self, bundle: Bundle) -> None:
         """Autograd unpacks something that lives in this bundle's buffer."""
-        self.begin_backward()
+        if torch._C._current_graph_task_id() != self._task:
+            self.begin_backward()
         unit = self._unit_of[id(bundle)]
         if not self._recent or self._recent[-1] is not unit:
             self._make_room(unit)
             self._recent.append(unit)
             self._bring(unit)
-        else:
+        elif bundle.residence is not Residence.FULL or bundle.epoch < self._epoch:
             bundle.gather(self._epoch)
             bundle.finish()
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from .config import DTYPE_BYTES
-from .layout import ALIGN, Slot, aligned
+from .layout import ALIGN, FlatPack, Slot, aligned
 
 WIDTHS = DTYPE_BYTES | {
     "int64": 8,
@@ -129,13 +129,18 @@ class Bucket:
     landed: str
     align: int = ALIGN
     part: Part | None = None
+    flat: bool = False  # stage 0: `FlatPack`
 
     @cached_property
     def wire_numel(self) -> int:
+        if self.flat:
+            return self.slots[0].world * self.piece(0)
         flags = self.slots[0].world * aligned(len(self.slots))
         return sum(_over_ranks(slot, self.align) for slot in self.slots) + flags
 
     def piece(self, rank: int) -> int:
+        if self.flat:
+            return FlatPack(self.slots, self.slots[0].world, True, self.align).pieces[rank]
         return sum(aligned(slot.held(rank), self.align) for slot in self.slots) + aligned(len(self.slots))
 
     @cached_property

@@ -66,6 +66,9 @@ class Update:
         self.optimizer, self.faces = optimizer, faces
         self.params: dict[int, Param] = {}
         self._proxies: dict[int, nn.Parameter] = {}
+        self._shown: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # id(home) -> its gradient and the proxy that has it
         self.meet(params)
         self._linked: tuple[Any, int] = (None, 0)
         self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -92,6 +95,13 @@ class Update:
     @torch.no_grad()
     def run(self, step: Callable[[], Any]) -> None:
         """One update of the local rows by `step`, which is the optimizer's own."""
+        known = [self._known_proxies(group["params"]) for group in self.optimizer.param_groups]
+        if all(proxies is not None for proxies in known):
+            with self._as_proxies() as groups:
+                for group, proxies in zip(groups, known, strict=True):
+                    group["params"] = proxies
+                step()
+            return
         lists = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         chunks = self._chunks(lists)
         if len(chunks) == 1 and not self._needs_proxies(lists):
@@ -104,8 +114,21 @@ class Update:
                     group["params"] = [self._proxy(home) for home in homes if self._has_rows(home)]
                 # The user's own step hooks run once: with the last chunk.
                 step() if index == len(chunks) - 1 else raw(self.optimizer)
-                for group in groups:
-                    self._forget(group["params"])
+                for homes in chunk:
+                    self._forget(homes)
+
+    def _known_proxies(self, homes: list[Tensor]) -> list[Tensor] | None:
+        """The proxies of homes, if all show the gradients that their proxies have had since an earlier step:
+        landings are made once, so that is the rule and takes no work for each of many parameters."""
+        result = []
+        for home in homes:
+            grad = home.grad
+            if grad is not None:
+                shown, proxy = self._shown.get(id(home), (None, home))
+                if shown is not grad:
+                    return None
+                result.append(proxy)
+        return result
 
     def _needs_proxies(self, lists: list[list[Tensor]]) -> bool:
         return self.faces.mesh is not None or any(
@@ -131,12 +154,16 @@ class Update:
             proxy = self._proxies[id(home)] = nn.Parameter(home.data, requires_grad=False)
             if home in self._inner:  # state that was loaded before the first step
                 self._inner[proxy] = self._inner.pop(home)
+        if grad.dtype == proxy.dtype and self.faces.mesh is not None and self._has_rows(home):
+            self._shown[id(home)] = home.grad, proxy
         proxy.grad = grad if grad.dtype == proxy.dtype else grad.to(proxy.dtype)
         return proxy
 
-    def _forget(self, proxies: list[Tensor]) -> None:
-        for proxy in proxies:
-            if id(proxy) not in self.params:
+    def _forget(self, homes: list[Tensor]) -> None:
+        """Let go of gradients that were made for a step."""
+        for home in homes:
+            proxy = self._proxies.get(id(home), home)
+            if proxy is not home and id(home) not in self._shown:
                 proxy.grad = None
 
     def _chunks(self, lists: list[list[Tensor]]) -> list[list[list[Tensor]]]:

@@ -141,7 +141,7 @@ class GlooTransport(Transport):
         move = _Move(self, kind, got, lambda: _copy(targets, sources))
         source.state[f"last {key}"] = move
         self._begin(source, move, sent)
-        self._count_gather(kind, cuts, source.mine.element_size())
+        self._count_gather(kind, totals, source.mine.element_size())
         return move
 
     def _pack(self, source: Region, key: str, segments: Sequence[tuple[int, int]]) -> torch.Tensor:

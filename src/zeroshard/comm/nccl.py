@@ -152,7 +152,7 @@ class NcclTransport(Transport):
                     torch._foreach_copy_(packed, [source.mine[at : at + numel] for at, numel in segments])
                 _all_gather(landing, mine, group=self._group)
                 self._copy_out(landing, each, cuts, out)
-            self._count_gather(kind, cuts, source.mine.element_size())
+            self._count_gather(kind, totals, source.mine.element_size())
             return self._started(kind, key, source)
 
     def _copy_out(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from zeroshard.errors import RankError, StateError, TierError
+from zeroshard.native import Moves
 
 from . import bounce, failure, memfd
 from .control import EPOCH, MAX_LANES, Control, consumed, posted
@@ -146,6 +147,7 @@ class ShmTransport(Transport):
         own = len(out[self.rank]) > 0
         slot = f"{key} {own}"
         cached = source.state.get(slot)
+        targets = [to for tensors in out for to in tensors]
         if cached is None or cached[0] != cuts:
             views = [
                 source.peers[rank][at : at + numel].view(to.shape)
@@ -153,11 +155,11 @@ class ShmTransport(Transport):
                 if rank != self.rank or own
                 for (at, numel), to in zip(segments, out[rank], strict=True)
             ]
-            cached = source.state[slot] = (cuts, views)
-        targets = [to for tensors in out for to in tensors]
-        work = _Gather(self, kind, key, self._epoch, cached[1], targets)
+            totals = [sum(numel for _, numel in segments) for segments in cuts]
+            cached = source.state[slot] = (cuts, views, Moves(targets, views), totals)
+        work = _Gather(self, kind, key, self._epoch, cached[1], targets, cached[2])
         self._gathers.append(work)
-        self._count_gather(kind, cuts, source.mine.element_size())
+        self._count_gather(kind, cached[3], source.mine.element_size())
         return work
 
     def open(self) -> None:
@@ -281,7 +283,7 @@ class _Reduce:
 class _Gather:
     """Waits for every peer's epoch, then copies."""
 
-    __slots__ = ("_done", "_epoch", "_key", "_kind", "_sources", "_targets", "_transport")
+    __slots__ = ("_done", "_epoch", "_key", "_kind", "_moves", "_sources", "_targets", "_transport")
 
     def __init__(
         self,
@@ -291,9 +293,10 @@ class _Gather:
         epoch: int,
         sources: list[torch.Tensor],
         targets: list[torch.Tensor],
+        moves: Moves,
     ) -> None:
         self._transport, self._kind, self._key, self._epoch = transport, kind, key, epoch
-        self._sources, self._targets = sources, targets
+        self._sources, self._targets, self._moves = sources, targets, moves
         self._done = False
 
     def poll(self) -> bool:
@@ -303,8 +306,7 @@ class _Gather:
             return False
         self._done = True
         if self._targets:
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets, self._sources)
+            self._moves.run(self._targets, self._sources, "to")
         self._transport._gathers.remove(self)
         return True
 

@@ -183,8 +183,8 @@ class Transport(ABC):
         self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize)
         self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
 
-    def _count_gather(self, kind: str, cuts: Cuts, itemsize: int) -> None:
-        totals = [sum(numel for _, numel in segments) for segments in cuts]
+    def _count_gather(self, kind: str, totals: Sequence[int], itemsize: int) -> None:
+        """`totals`: elements that each rank offers."""
         mine = totals[self.rank]
         self.counters.add_sent(kind, mine * (self.size - 1) * itemsize)
         self.counters.add_received(kind, (sum(totals) - mine) * itemsize)

@@ -6,6 +6,7 @@ with the package; without a compiler torch computes the same bits and one line s
 
 from zeroshard.native.adam import AdamRows, AdamStep, adam_update
 from zeroshard.native.master import Ties, join, split
+from zeroshard.native.moves import Moves
 from zeroshard.native.pages import allocate
 from zeroshard.native.sgd import SgdRows, SgdStep, sgd_update
 from zeroshard.native.sums import accumulate, cast, non_finite, square_sum, square_sums, sum_pieces
@@ -14,6 +15,7 @@ from zeroshard.native.workers import Workers, usable_cores
 __all__ = [
     "AdamRows",
     "AdamStep",
+    "Moves",
     "SgdRows",
     "SgdStep",
     "Ties",

@@ -67,6 +67,10 @@ class Halves(ctypes.Structure):
     _fields_ = _fields("i64: count; ptr: master weight remainder", _TYPES)
 
 
+class Moves(ctypes.Structure):
+    _fields_ = _fields("i64: count; ptr: to source bytes times step", _TYPES)
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
     "sgd": Sgd,
@@ -77,10 +81,11 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "non_finite": Scan,
     "split": Halves,
     "join": Halves,
+    "move": Moves,
 }
 
 
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 1 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 2 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))

@@ -6,6 +6,7 @@
  * Needs -O3 -ffp-contract=off -fno-math-errno: a fused multiply-add would change the last bit, and sqrtf
  * must be allowed to become one instruction. */
 #include "adam.h"
+#include "moves.h"
 #include "sgd.h"
 #include "sums.h"
 
@@ -27,7 +28,8 @@ INLINE void join_body(struct halves *c) { join_rows(c->master, c->weight, c->rem
 
 #define KERNELS(K) \
     K(adam, adam) K(sgd, sgd) K(sum, sum) K(accumulate, pair) K(cast, pair) \
-    K(square_sums, scan) K(non_finite, scan) K(split, halves) K(join, halves)
+    K(square_sums, scan) K(non_finite, scan) K(split, halves) K(join, halves) \
+    K(move, moves)
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #if defined(__clang__)
@@ -76,7 +78,7 @@ EXPORT int32_t zs_limit(int32_t wanted) {
 /* Changes when a record does: the loader refuses a library built from other sources. */
 EXPORT int64_t zs_abi(void) {
     const int64_t adam = sizeof(struct adam), sgd = sizeof(struct sgd), sum = sizeof(struct sum);
-    return 1 + 1000 * (adam + 1000 * (sgd + 1000 * sum));
+    return 2 + 1000 * (adam + 1000 * (sgd + 1000 * sum));
 }
 
 /* The file is loaded through ctypes; build tools on some systems insist on a module's entry point. */

@@ -33,6 +33,7 @@ class Kernels:
         self.non_finite = self._function(library, "non_finite")
         self.split = self._function(library, "split")
         self.join = self._function(library, "join")
+        self.move = self._function(library, "move")
 
     @staticmethod
     def _function(library: ctypes.CDLL, name: str) -> Callable[[Any], None]:

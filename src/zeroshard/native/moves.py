@@ -1,0 +1,89 @@
+"""Copies of many tensors by one call. Torch spends a microsecond on each of them, which is most of the cost
+where parameters are small."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.native import abi, loader
+
+# Below, one thread is faster than to wake torch's others.
+SMALL = 1 << 20
+
+
+class Moves:
+    """Copies between two lists of CPU tensors, one of which changes from call to call.
+
+    `to` are flat and contiguous, or have two dimensions of which the last is contiguous: then their rows take
+    consecutive parts of the source. Sources are contiguous, and as long as their targets.
+
+    >>> moves = Moves(to=[torch.zeros(4)], source=[torch.zeros(4)])
+    >>> moves.run(to=[target := torch.zeros(4)], source=[torch.arange(4.0)])
+    >>> target
+    tensor([0., 1., 2., 3.])
+    """
+
+    def __init__(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+        count = len(to)
+        pairs = list(zip(to, source, strict=True))
+        self.nbytes = sum(target.nbytes for target in to)
+        self._dtypes = [target.dtype for target in to]
+        self._plain = all(
+            target.device.type == "cpu"
+            and target.device == of.device
+            and target.dtype == of.dtype
+            and (target.dim() < 2 or target.stride(-1) == 1)
+            for target, of in pairs
+        )
+        rows = [(1, target.numel()) if target.dim() < 2 else tuple(target.shape) for target in to]
+        sizes = [target.element_size() for target in to]
+        steps = [
+            target.stride(0) * size if target.dim() == 2 else 0
+            for target, size in zip(to, sizes, strict=True)
+        ]
+        self._to = _addresses(to)
+        self._source = _addresses(source)
+        self._bytes = (ctypes.c_int64 * count)(*(n * size for (_, n), size in zip(rows, sizes, strict=True)))
+        self._times = (ctypes.c_int64 * count)(*(times for times, _ in rows))
+        self._step = (ctypes.c_int64 * count)(*steps)
+        self._count = count
+
+    def run(self, to: Sequence[Tensor], source: Sequence[Tensor], moved: str = "both") -> None:
+        """Copy. Targets are laid out as those given first; `moved` says whose addresses may differ from
+        theirs: ``to``, ``source`` or ``both``."""
+        kernels = loader.kernels()
+        alone = self.nbytes < SMALL or torch.get_num_threads() == 1
+        if kernels is None or not self._plain or not alone or not self._fits(source):
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    list(to), [of.reshape(t.shape) for t, of in zip(to, source, strict=True)]
+                )
+            return
+        if moved != "source":
+            self._to = _addresses(to)
+        if moved != "to":
+            self._source = _addresses(source)
+        address = ctypes.addressof
+        kernels.move(
+            ctypes.byref(
+                abi.Moves(
+                    self._count,
+                    address(self._to),
+                    address(self._source),
+                    address(self._bytes),
+                    address(self._times),
+                    address(self._step),
+                )
+            )
+        )
+
+    def _fits(self, source: Sequence[Tensor]) -> bool:
+        return all(map(Tensor.is_contiguous, source)) and [of.dtype for of in source] == self._dtypes
+
+
+def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
