@@ -16,13 +16,14 @@ PACKAGE = ROOT / "src" / "zeroshard"
 # `__init__` is the public face: what stands below it in this table sees ZeroShard as a user does.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "layout", "shapes", "memory", "timeline", "plan", "codec", "stats", "pool", "units"),
+    ("policy", "config", "layout", "shapes", "memory", "timeline", "plan", "codec", "stats", "pool", "units"),
     ("native",),
     ("machine", "planner", "trace"),
     ("tier",),
     ("comm",),
     ("shard", "agree", "whole", "norm", "landing"),
-    ("param", "grad", "step", "sync"),
+    ("param", "grad", "step"),
+    ("sync",),
     ("part", "state"),
     ("undo", "live"),
     ("host",),

@@ -15,13 +15,19 @@ from .errors import (
 )
 from .plan import Plan
 from .planning import plan
+from .policy import Adaptive, Delayed, EveryStep, Local, Nesterov
 from .stats import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "CheckpointError",
+    "Delayed",
+    "EveryStep",
+    "Local",
     "ModelError",
+    "Nesterov",
     "Offload",
     "OptionError",
     "Options",

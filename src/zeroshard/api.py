@@ -58,6 +58,8 @@ def shard(
       needing whole tensors.
     - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them
       ``"local"``.
+    - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
+      `Adaptive(...)`.
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
@@ -96,6 +98,7 @@ def shard(
                 for b in m._buffers.values()
                 if b is not None
             ]
+            runtime.pace.take_buffers(runtime.buffers)
     except BaseException:
         transport.close()
         raise
@@ -234,6 +237,14 @@ class Run:
         finally:
             self._runtime.sync = before
 
+    def synchronise(self) -> None:
+        """Let ranks that train apart (`sync=Local(...)`) meet now, e.g. before `save`. Every rank calls it,
+        after a step. Does nothing where the ranks are equal already."""
+        runtime = self._open()
+        runtime.before_change()
+        runtime.pace.meet()
+        runtime.changed()
+
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:
         """The named parameters (patterns allowed; none: all) as whole plain tensors in master precision,
@@ -355,6 +366,8 @@ class Run:
             self._data_parallel_bytes(state),
             runtime.norm,
             runtime.update_counts(),
+            sync=runtime.pace.label,
+            switches=runtime.pace.report(),
         )
 
     def _data_parallel_bytes(self, state: int) -> int:
