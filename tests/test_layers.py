@@ -16,7 +16,20 @@ PACKAGE = ROOT / "src" / "zeroshard"
 # `__init__` is the public face: what stands below it in this table sees ZeroShard as a user does.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("policy", "config", "layout", "shapes", "memory", "timeline", "plan", "codec", "stats", "pool", "units"),
+    (
+        "policy",
+        "config",
+        "layout",
+        "placement",
+        "shapes",
+        "memory",
+        "timeline",
+        "plan",
+        "codec",
+        "stats",
+        "pool",
+        "units",
+    ),
     ("native",),
     ("machine", "planner", "trace"),
     ("tier",),
@@ -30,8 +43,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("place",),
     ("runtime",),
     ("build", "hooks", "checkpoint", "planning"),
-    ("snapshot", "resume", "keeper"),
     ("launch",),
+    ("snapshot", "resume", "keeper", "kept"),
     ("api",),
     ("__init__",),
     ("integrations", "testing", "display"),
@@ -42,7 +55,18 @@ LEVEL = {name: number for number, row in enumerate(LEVELS) for name in row}
 # Rows whose members may use one another, in one direction: a cycle is found all the same.
 BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "testing")}
 
-NO_TORCH = {"errors", "layout", "shapes", "memory", "timeline", "config", "plan", "machine", "planner"}
+NO_TORCH = {
+    "errors",
+    "layout",
+    "placement",
+    "shapes",
+    "memory",
+    "timeline",
+    "config",
+    "plan",
+    "machine",
+    "planner",
+}
 DISTRIBUTED = {"comm", "shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}

@@ -13,6 +13,7 @@ from .errors import (
     TierError,
     ZeroShardError,
 )
+from .launch.job import PREEMPTED
 from .plan import Plan
 from .planning import plan
 from .policy import Adaptive, Delayed, EveryStep, Local, Nesterov
@@ -21,6 +22,7 @@ from .stats import Stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "PREEMPTED",
     "Adaptive",
     "CheckpointError",
     "Delayed",
