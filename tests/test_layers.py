@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
+        "policy",
         "config",
         "layout",
         "placement",
@@ -34,7 +35,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("tier",),
     ("comm",),
     ("shard", "agree", "whole", "norm", "landing"),
-    ("param", "grad", "step", "sync"),
+    ("param", "grad", "step"),
+    ("sync",),
     ("form", "state"),
     ("part",),
     ("undo", "live"),
@@ -42,8 +44,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("place",),
     ("runtime",),
     ("build", "hooks", "checkpoint", "planning"),
-    ("snapshot", "resume", "keeper", "resting"),
     ("launch",),
+    ("snapshot", "resume", "keeper", "kept", "resting"),
     ("api",),
     ("__init__",),
     ("integrations", "testing", "display"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,19 +13,19 @@ from torch.optim import Optimizer
 
 from . import agree
 from .build import Builder, Init
-from .checkpoint import Alone, Peers, PendingSave, Saved
+from .checkpoint import Alone, Peers
 from .comm import Transport, connect
 from .comm.talk import Talk
 from .config import OptionKeys, Options
 from .errors import ModelError, OptionError, StateError
 from .hooks import Hooks, is_sharded
 from .keeper import Keeper
+from .kept import Kept
 from .launch.environment import join
 from .placement import Placement
 from .resting import resting
 from .runtime import Runtime
 from .shard import Faces, Param, mesh_over
-from .snapshot import Company
 from .state import give_back
 from .stats import Stats
 from .step import refuse_unfit
@@ -60,6 +59,8 @@ def shard(
       needing whole tensors.
     - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them
       ``"local"``.
+    - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
+      `Adaptive(...)`.
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
@@ -98,6 +99,7 @@ def shard(
                 for b in m._buffers.values()
                 if b is not None
             ]
+            runtime.pace.take_buffers(runtime.buffers)
     except BaseException:
         transport.close()
         raise
@@ -192,12 +194,13 @@ def _recomputed(runtime: Runtime, options: Options) -> list[str]:
     return matching(options.recompute, names, "recompute", "units")
 
 
-class Run:
+class Run(Kept):
     """Handle of a sharded model. It has no forward, backward or step: those stay the model's, the loss's
-    and the optimizer's."""
+    and the optimizer's. How it is saved and goes on: `Kept`."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, hooks: Hooks, keeper: Keeper) -> None:
-        self.model, self._runtime, self._hooks, self._keeper = model, runtime, hooks, keeper
+        super().__init__(keeper)
+        self.model, self._runtime, self._hooks = model, runtime, hooks
 
     @property
     def rank(self) -> int:
@@ -240,6 +243,14 @@ class Run:
             yield
         finally:
             self._runtime.sync = before
+
+    def synchronise(self) -> None:
+        """Let ranks that train apart (`sync=Local(...)`) meet now, e.g. before `save`. Every rank calls it,
+        after a step. Does nothing where the ranks are equal already."""
+        runtime = self._open()
+        runtime.before_change()
+        runtime.pace.meet()
+        runtime.changed()
 
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -295,44 +306,6 @@ class Run:
         runtime.changed()
         runtime.publish()
 
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        extra: Mapping[str, Any] | None = None,
-        schedulers: Sequence[Any] = (),
-        scalers: Sequence[Any] = (),
-        keep: int | None = None,
-        background: bool = False,
-    ) -> Saved | PendingSave:
-        """Save all that training needs to go on, at any number of ranks, stage or tier. Every rank calls it,
-        after a step.
-
-        - `extra`: plain data and tensors of yours, such as the position in the data; rank 0's is stored.
-        - `schedulers`, `scalers`: objects whose `state_dict()` is saved.
-        - `keep`: remove the oldest checkpoints beside this one beyond that many.
-        - `background`: go on training while a thread writes; `wait()` of the result is the finished save. A
-          failed one is logged, and told by the next.
-        """
-        self._open()
-        return self._keeper.save(path, Company(extra, tuple(schedulers), tuple(scalers)), keep, background)
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        schedulers: Sequence[Any] = (),
-        scalers: Sequence[Any] = (),
-        strict: bool = True,
-    ) -> dict[str, Any]:
-        """Go on from a checkpoint: into the model, its optimizers and what is handed in. Every rank calls it.
-        Returns the `extra`.
-
-        `strict=False` loads what agrees where the model or the optimizer has changed.
-        """
-        self._open()
-        return self._keeper.load(path, Company(None, tuple(schedulers), tuple(scalers)), strict)
-
     def stats(self) -> Stats:
         """Bytes moved and held, seconds waited; see `Stats`."""
         runtime = self._runtime
@@ -360,6 +333,8 @@ class Run:
             self._data_parallel_bytes(state + hidden),
             runtime.norm,
             runtime.update_counts(),
+            sync=runtime.pace.label,
+            switches=runtime.pace.report(),
         )
 
     def _data_parallel_bytes(self, state: int) -> int:

@@ -23,10 +23,12 @@ from .live import LiveUnit, leaf_of
 from .param import Bundle, Rests
 from .place import Host
 from .placement import Placement
+from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
+from .sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
 from .tier import Copies
 from .units import Tenant, Unit, find_units
 
@@ -94,7 +96,7 @@ class Builder:
             if param.original is not param.home:
                 retire(param.original)
             del param.original
-        self.runtime.gradients = self._gradients(params)
+        self.runtime.pace = self._pace(params)
         if self.host is not None:
             self.host.start()
             self.runtime.adopt_parts(self.host.parts)
@@ -197,6 +199,39 @@ class Builder:
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
         return Rests(resident, place.optimizer, place.parameters)
 
+    # ------------------------------------------------------------------ the pace
+
+    def _pace(self, params: list[Param]) -> Pace:
+        """The policy at work. A choice of policies shares what it can: one set of buckets for all that
+        reduce every step."""
+        sync = self.options.sync
+        choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
+        paces: dict[EveryStep | Delayed | Local, Pace] = {}
+        reducing = [choice for choice in choices if not isinstance(choice, Local)]
+        if reducing:
+            gradients = self._gradients(params)
+            delays = isinstance(gradients, (DelayedGradients, DelayedLocalGradients))
+            pace = DelayedPace(gradients, self.transport.rank) if delays else Pace(gradients)  # type: ignore[arg-type]
+            paces |= dict.fromkeys(reducing, pace)
+        for choice in choices:
+            if isinstance(choice, Local):
+                paces[choice] = self._local_pace(choice, params)
+        if isinstance(sync, Adaptive):
+            return AdaptivePace(sync, paces, self.transport, self.runtime.updates)
+        return paces[sync]
+
+    def _local_pace(self, policy: Local, params: list[Param]) -> LocalPace:
+        trained = [p for p in params if p.trainable]
+        gradients = LocalGradients(trained, [self._grad_dtypes(p)[1] for p in trained])
+        pace = LocalPace(policy, gradients, self.transport, self.runtime.updates)
+        pace.divide(trained, self.options.bucket_bytes, self.ledger)
+        return pace
+
+    @property
+    def _delays(self) -> bool:
+        sync = self.options.sync
+        return any(isinstance(c, Delayed) for c in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
+
     # ------------------------------------------------------------------ gradients
 
     def _gradients(self, params: list[Param]) -> Gradients | LocalGradients:
@@ -222,7 +257,8 @@ class Builder:
                 )
                 for plot in plots
             ]
-            return LocalGradients(trainable, [dtypes[p.name][1] for p in trainable], local)
+            kind = DelayedLocalGradients if self._delays else LocalGradients
+            return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         on_host = {name for plot in plots for name in plot.names}
         groups: dict[tuple[torch.dtype, torch.dtype], list[list[Param]]] = {}
         for plot in plots:
@@ -241,6 +277,8 @@ class Builder:
             result += self._buckets(pair, members, len(result))
         for bucket in result:
             bucket.sink = sinks.get(bucket.params[0].name)
+        if self._delays:
+            return DelayedGradients(result, self.transport, self.faces, self.ledger)
         return Gradients(result, self.transport, self.faces, self.options.stage, self.ledger)
 
     def _grad_dtypes(self, param: Param) -> tuple[torch.dtype, torch.dtype]:
@@ -271,7 +309,7 @@ class Builder:
     def _wires(self, key: str, packs: list[Pack], dtype: torch.dtype) -> list[Region]:
         """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
         few from stage 2 on."""
-        keeps = not self.options.shards_grads
+        keeps = not self.options.shards_grads or self._delays
         count = len(packs) if keeps else min(RING, len(packs))
         sizes = [pack.wire for pack in packs] if keeps else [max(pack.wire for pack in packs)] * count
         ring = [self.transport.allocate(f"{key} {i}", size, dtype) for i, size in enumerate(sizes)]

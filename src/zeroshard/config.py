@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from .errors import OptionError
+from .policy import EveryStep, Sync, check_sync, local_steps
+from .policy import Numerics as Numerics
 
-Numerics = Literal["exact", "rounding", "approximate"]
 Stage = Literal[0, 1, 2, 3]
+_EVERY_STEP = EveryStep()
 
 _DTYPES = {
     "float32": "float32",
@@ -262,6 +264,7 @@ class Options:
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     offload: Offload | None = None
     clip_norm: float | None = None
+    sync: Sync = _EVERY_STEP
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -286,6 +289,12 @@ class Options:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise OptionError(
                 f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
+            )
+        check_sync(self.sync, self.stage)
+        if self.offload is not None and local_steps(self.sync):
+            raise OptionError(
+                "sync=Local(...) and offload= do not go together: local steps change whole parameters on the "
+                "device. Drop one of them; sync=Delayed() works with offload."
             )
         for name, known in (
             ("split", ("auto", "rows", "whole")),
@@ -336,3 +345,4 @@ class OptionKeys(TypedDict, total=False):
     transport: Literal["auto", "shm", "gloo", "nccl"]
     offload: Offload | None
     clip_norm: float | None
+    sync: Sync

@@ -125,7 +125,8 @@ class Hooks:
 
         @_uncompiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if runtime.buffers and runtime.sync and module.training and torch.is_grad_enabled():
+            together = runtime.sync and not runtime.pace.apart
+            if runtime.buffers and together and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
                     # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two
                     # forward passes.

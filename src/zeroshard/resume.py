@@ -30,6 +30,7 @@ from .snapshot import (
     buffers_of,
     codes_of,
     host_parts,
+    pace_held,
     paged_held,
     parameter_held,
     restore_random,
@@ -69,6 +70,7 @@ def targets_of(
     say why it cannot be read."""
     rank = runtime.transport.rank
     targets = Targets([parameter_held(p, rank) for p in runtime.params])
+    targets.held += pace_held(runtime, wanted=True)
     targets.held += [Held.of(name, "buffer", b) for name, b in buffers_of(model).items()]
     if manifest is None:
         return targets
@@ -200,8 +202,11 @@ def adopt(
         for group, o, g in targets.groups:
             _set_options(group, values["optimizers"][o]["groups"][g]["options"])
         _adopt_company(company, values)
+        same_world = loaded.own is not None and loaded.world == runtime.transport.size
+        own_sync = loaded.own.get("sync", {}) if loaded.own is not None and same_world else {}
+        runtime.pace.adopt(values.get("sync", {}), own_sync)
         if loaded.own is not None:
-            _adopt_own(runtime, model, loaded.own, same_world=loaded.world == runtime.transport.size)
+            _adopt_own(runtime, model, loaded.own, same_world)
         runtime.steps, runtime.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
         updates = runtime.host.updates if runtime.host is not None else None
         if updates is not None and (norm := values.get("host_norm") or runtime.norm):

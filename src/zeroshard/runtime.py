@@ -39,6 +39,7 @@ from .placement import Placement
 from .pool import Ledger, Pool
 from .shard import Faces, Param
 from .step import Update
+from .sync import Pace
 from .whole import collect
 
 
@@ -49,15 +50,10 @@ class Runtime:
     def __init__(
         self, options: Options, transport: Transport, faces: Faces, pool: Pool, ledger: Ledger
     ) -> None:
-        self.options, self.transport, self.faces, self.pool, self.ledger = (
-            options,
-            transport,
-            faces,
-            pool,
-            ledger,
-        )
+        self.options, self.transport, self.faces = options, transport, faces
+        self.pool, self.ledger = pool, ledger
         self.units: list[LiveUnit] = []
-        self.gradients: Gradients | LocalGradients
+        self.pace: Pace  # owns the gradients, runs the updates
         self.updates: list[Update] = []
         self.host: Host | None = None
         self.placement = Placement(())
@@ -69,9 +65,7 @@ class Runtime:
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
         self.steps = 0
         self.closed = False
-        self.reader: Callable[[], None] | None = (
-            None  # waits for a background save that still copies what an update changes
-        )
+        self.reader: Callable[[], None] | None = None  # waits for a background save that still copies state
         self._stale = True  # homes are newer than what the leaves hold
         self._rewritten = False  # by someone else than the optimizer
         self._epoch = 0
@@ -206,6 +200,10 @@ class Runtime:
         return [bundle for unit in self.units for bundle in unit.bundles]
 
     @property
+    def gradients(self) -> Gradients | LocalGradients:
+        return self.pace.gradients
+
+    @property
     def params(self) -> list[Param]:
         return [param for unit in self.units for param in unit.params]
 
@@ -247,8 +245,8 @@ class Runtime:
         self.begin_backward()
         self._arrivals += 1
         self.unsynced = self.unsynced or not self.sync
-        assert isinstance(self.gradients, Gradients)
-        return self.gradients.redirect(param, grad)
+        gradients = self.gradients
+        return gradients.redirect(param, grad) if isinstance(gradients, Gradients) else grad
 
     def ensure(self, bundle: Bundle) -> None:
         """Autograd unpacks something that lives in this bundle's buffer."""
@@ -280,7 +278,7 @@ class Runtime:
     def _end(self, land: bool) -> None:
         with record_function("zeroshard.land") if torch.autograd._profiler_enabled() else _nothing():
             if land:
-                self.gradients.finish()
+                self.pace.ended()
                 if self._nested and self.transport.size > 1:
                     self._land_late_ones()
                 self.unsynced = False
@@ -297,8 +295,9 @@ class Runtime:
     def _land_late_ones(self) -> None:
         """Gradients that a nested backward added after their bucket had left: another round, agreed by all
         ranks."""
-        late = any(p.leaf.grad is not None for b in self.gradients.buckets for p in b.params)
-        if self.transport.max([float(late)])[0]:
+        buckets = self.gradients.buckets
+        late = any(p.leaf.grad is not None for b in buckets for p in b.params)
+        if buckets and self.transport.max([float(late)])[0]:
             self.gradients.finish()
 
     # ------------------------------------------------------------------ update
@@ -307,21 +306,20 @@ class Runtime:
         """Run one optimizer's step on the local rows."""
         if not self.sync:
             raise StateError(
-                "optimizer.step() inside run.no_sync(): the gradients of this rank alone are not the "
-                "gradient. "
+                "optimizer.step() inside run.no_sync(): gradients of this rank alone are not the gradient. "
                 "Leave the block before the last micro-batch's backward, then step."
             )
         if self.unsynced:
             raise StateError(
                 "gradients accumulated under run.no_sync() were never synchronised: run the last "
-                "micro-batch's backward "
-                "outside of the block before optimizer.step()."
+                "micro-batch's backward outside of the block before optimizer.step()."
             )
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else _nothing():
-            self.transport.fence()  # peers have read the rows that are about to change
+            if not self.pace.apart:
+                self.transport.fence()  # peers have read the rows that are about to change
             self.before_change()
             self._settle()
-            update.run(step)
+            self.pace.step(update, step)
         self._stale = True
         self.steps += 1
 
@@ -370,6 +368,7 @@ class Runtime:
                 self.host.parts if optimizer is None else self.host.parts_of(optimizer)
             )
             self._settled = not self._host_updates.pending
+        self.pace.forget()
         if self.unsynced:
             for param in self.params:
                 param.leaf.grad = None
@@ -425,8 +424,8 @@ class Runtime:
         if self._host_updates is not None and self._host_updates.pending:
             raise StateError(
                 "parameters and optimizer state cannot be used between backward and optimizer.step(): with "
-                "offload and clip_norm "
-                "their update has begun. Do it after the step, or drop the gradients with zero_grad() first."
+                "offload and clip_norm their update has begun. Do it after the step, or drop the gradients "
+                "with zero_grad() first."
             )
 
     def close(self) -> None:

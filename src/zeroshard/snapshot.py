@@ -70,6 +70,12 @@ class Seat:
         return self.part is not None and self.part.steps[self.index] == 0
 
 
+def pace_held(runtime: Runtime, wanted: bool = False) -> list[Held]:
+    """What belongs to the policy that keeps the ranks together: gradients to come, outer momentum."""
+    kept = runtime.pace.kept(wanted)
+    return [Held.of(k.name, f"sync:{k.key}", k.rows, k.start, k.height) for k in kept]
+
+
 def host_parts(runtime: Runtime) -> list[Part]:
     return runtime.host.parts if runtime.host is not None else []
 
@@ -184,7 +190,7 @@ def snapshot_of(
     answers = together(peers, what, lambda: [untimely(runtime), pack(_plain_state(seats))[0]])
     refuse_untimely("save", [problem for problem, _ in answers])
     runtime.settle_host()
-    held = [parameter_held(p, rank) for p in runtime.params]
+    held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
     for seat in seats:
         if not seat.untouched:
             tensors = {key: value for key, value in seat.state.items() if isinstance(value, Tensor)}
@@ -206,6 +212,7 @@ def snapshot_of(
     own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
+    own["sync"] = runtime.pace.own()
     own["codes"] = [codes_of(part, rank) for part in host_parts(runtime) if part.coded]
     return Snapshot(held, _values(runtime, company, plain), own)
 
@@ -224,6 +231,7 @@ def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[s
         "norm": runtime.norm,
         "host_norm": updates.norm if updates is not None else None,
         "world": runtime.transport.size,
+        "sync": runtime.pace.values(),
         "options": asdict(runtime.options),
         "optimizers": optimizers,
         "plain_state": plain,
@@ -257,7 +265,7 @@ def untimely(runtime: Runtime) -> str | None:
             "between backward and optimizer.step() the host's updates are under way, so its state is that of "
             "no step. Call optimizer.step() first, or zero_grad() to drop the gradients"
         )
-    return None
+    return runtime.pace.untimely()
 
 
 def refuse_untimely(verb: str, problems: Sequence[str | None]) -> None:

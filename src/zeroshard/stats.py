@@ -19,6 +19,7 @@ class Stats:
     - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known),
       ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded
       the limit, and done again).
+    - `sync`: the policy in force, the same on all ranks; `switches`: each change of it and why, a line each.
     - `data_parallel`: bytes that plain data-parallel training of this model would hold (parameters,
       gradients, state).
     """
@@ -32,6 +33,8 @@ class Stats:
     data_parallel: int = 0
     norm: float = 0.0
     updates: dict[str, int] = field(default_factory=dict)
+    sync: str = ""
+    switches: tuple[str, ...] = ()
 
     def __sub__(self, before: Stats) -> Stats:
         """What happened between two moments. Live and peak bytes are those of the later one."""
@@ -49,6 +52,8 @@ class Stats:
             self.data_parallel,
             self.norm,
             less(self.updates, before.updates),
+            self.sync,
+            self.switches[len(before.switches) :],
         )
 
     def as_dict(self) -> dict[str, Any]:
