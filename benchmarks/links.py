@@ -179,10 +179,11 @@ def write(path: Path, told: dict[str, object], console: Console) -> None:
         "",
         f"`{told['command']}` at {told['commit']}, {told['cores']} cores, load average when it ended "
         f"{told['load_average'][0]:.1f}. Model: {model['name']}, "  # type: ignore[index]
-        f"{model['parameters']:,} parameters in {model['tensors']} tensors, fp32, AdamW. Links: {told['how']}.",
+        f"{model['parameters']:,} parameters in {model['tensors']} tensors, fp32, AdamW. "
+        f"Links: {told['how']}.",
         "",
-        "`sent a step` is what the network interface of the busiest rank counted. `waited`: share of the time "
-        "in which the slowest rank waited for others, where the system says so.",
+        "`sent a step` is what the network interface of the busiest rank counted. `waited`: share of the "
+        "time in which the slowest rank waited for others, where the system says so.",
     ]
     for result in told["results"]:  # type: ignore[attr-defined]
         table = tabulate(result)

@@ -48,7 +48,7 @@ class Link:
         return f"{rate}, {self.ms:g} ms"
 
     def shape(self) -> list[str]:
-        """Arguments of tc: a bucket of a millisecond, at least two of the largest packets; 100 ms of queue."""
+        """Arguments of tc: a bucket of a millisecond, at least two of the largest packets."""
         burst = max(int(self.mbit * 1e6 / 8 * 0.001), 2 * 65536)
         limit = max(int(self.mbit * 1e6 / 8 * 0.1), 4 * burst)
         return ["tbf", "rate", f"{self.mbit:g}mbit", "burst", str(burst), "limit", str(limit)]

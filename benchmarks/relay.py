@@ -1,8 +1,8 @@
 """Holds every packet between ranks for a fixed time: the latency of a link, where the kernel has no netem.
 
 Started by `namespaces.py` as `python relay.py MILLISECONDS MBIT PID…`: makes one tun device per rank, moves
-it into the namespace of that process as eth0, says "ready", and forwards until it is killed. Packets to one rank
-leave no faster than its link, in the order they came.
+it into the namespace of that process as eth0, says "ready", and forwards until it is killed. Packets to one
+rank leave no faster than its link, in the order they came.
 """
 
 from __future__ import annotations
