@@ -16,7 +16,19 @@ PACKAGE = ROOT / "src" / "zeroshard"
 # `__init__` is the public face: what stands below it in this table sees ZeroShard as a user does.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "layout", "shapes", "memory", "timeline", "plan", "codec", "stats", "pool", "units"),
+    (
+        "config",
+        "layout",
+        "placement",
+        "shapes",
+        "memory",
+        "timeline",
+        "plan",
+        "codec",
+        "stats",
+        "pool",
+        "units",
+    ),
     ("native",),
     ("machine", "planner", "trace"),
     ("tier",),
@@ -41,7 +53,18 @@ LEVEL = {name: number for number, row in enumerate(LEVELS) for name in row}
 # Rows whose members may use one another, in one direction: a cycle is found all the same.
 BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "testing")}
 
-NO_TORCH = {"errors", "layout", "shapes", "memory", "timeline", "config", "plan", "machine", "planner"}
+NO_TORCH = {
+    "errors",
+    "layout",
+    "placement",
+    "shapes",
+    "memory",
+    "timeline",
+    "config",
+    "plan",
+    "machine",
+    "planner",
+}
 DISTRIBUTED = {"comm", "shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}

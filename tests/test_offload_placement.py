@@ -1,0 +1,111 @@
+"""`auto` fills the device, then the host, then the disk, and offloads nothing that would have fitted."""
+
+from __future__ import annotations
+
+import doctest
+import random
+
+import pytest
+
+import zeroshard as zs
+from zeroshard import placement
+from zeroshard.placement import RESTS, Budget, Buffering, Bytes, Demand, Wish, arrange
+
+
+def units(count: int, state: int = 12, weight: int = 2) -> list[Demand]:
+    return [
+        Demand(f"blocks.{i}", Bytes(state, state, state), Bytes(weight, weight, weight)) for i in range(count)
+    ]
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(placement).failed == 0
+    assert doctest.testmod(placement).attempted > 0
+
+
+def test_all_of_it_stays_on_the_device_where_it_fits() -> None:
+    found = arrange(units(4), Budget(device=4 * 14, host=0, disk=0))
+    assert not found.has("host")
+    assert not found.has("disk")
+    assert found.bytes_at("device") == 56
+
+
+def test_the_first_units_get_the_device_and_parameters_come_before_state() -> None:
+    found = arrange(units(5), Budget(device=10 + 24, host=12, disk=None))
+    assert [p.optimizer for p in found] == ["device", "device", "host", "disk", "disk"]
+    assert {p.parameters for p in found} == {"device"}
+    assert [found.bytes_at(rest) for rest in RESTS] == [34, 12, 24]
+
+
+def test_a_unit_too_large_keeps_no_smaller_one_out() -> None:
+    sizes = [8, 30, 6]
+    demands = [Demand(str(i), Bytes(s, s, s), Bytes(1, 1, 1)) for i, s in enumerate(sizes)]
+    assert [p.optimizer for p in arrange(demands, Budget(device=20))] == ["device", "host", "device"]
+
+
+def test_state_is_never_nearer_than_its_weights() -> None:
+    found = arrange(units(3, state=1, weight=10), Budget(device=15, host=12, disk=None))
+    assert [(p.parameters, p.optimizer) for p in found] == [
+        ("device", "device"),
+        ("host", "host"),
+        ("disk", "disk"),
+    ]
+
+
+def test_what_offloading_itself_takes_is_left_free() -> None:
+    need = Buffering(streaming=5, staging=7, berths=3)
+    found = arrange(units(4), Budget(device=8 + 12, host=12 + 7), buffering=need)
+    assert [p.optimizer for p in found] == ["device", "disk", "disk", "disk"], "staging and berths take 10"
+    roomier = arrange(units(4), Budget(device=8 + 12, host=12 + 10), buffering=need)
+    assert [p.optimizer for p in roomier] == ["device", "host", "disk", "disk"]
+    for rest in ("device", "host"):
+        limit = Budget(device=20, host=19).at(rest)  # type: ignore[arg-type]
+        assert limit is not None
+        assert found.bytes_at(rest) + need.needed(found.places)[rest] <= limit  # type: ignore[arg-type,index]
+
+
+def test_tiers_that_were_named_are_kept_to() -> None:
+    wish = Wish("auto", "device")
+    assert {p.parameters for p in arrange(units(3), Budget(device=6, host=None), wish)} == {"device"}
+    with pytest.raises(zs.PlanError, match=r"parameters of `blocks\.2` takes 2 B.*device 1 B.*device_bytes"):
+        arrange(units(3), Budget(device=5, host=None), wish)
+
+
+def test_no_room_anywhere_is_an_error_that_says_what_to_pass() -> None:
+    with pytest.raises(zs.PlanError, match=r"optimizer state of `blocks\.1`.*path="):
+        arrange(units(3), Budget(device=10, host=12, disk=0))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_is_offloaded_that_would_have_fitted(seed: int) -> None:
+    draw = random.Random(seed)
+    demands = []
+    for i in range(12):
+        state, weight = draw.randint(1, 40), draw.randint(1, 9)
+        demands.append(Demand(str(i), Bytes(state, state, state), Bytes(weight, weight, weight)))
+    budget = Budget(device=draw.randint(0, 250), host=draw.randint(0, 200))
+    need = Buffering(draw.randint(0, 9), draw.randint(0, 9), draw.randint(0, 9))
+    found = arrange(demands, budget, buffering=need)
+    # Where the buffers alone are too much, nothing rests in that tier.
+    for rest in ("device", "host"):
+        assert found.bytes_at(rest) == 0 or found.bytes_at(rest) + need.needed(found.places)[rest] <= (
+            budget.at(rest) or 0
+        )
+    everything = sum(d.state.device + d.parameters.device for d in demands)
+    assert (everything <= (budget.device or 0)) == (not found.has("host") and not found.has("disk"))
+    for place, demand in zip(found, demands, strict=True):
+        left = {
+            rest: (budget.at(rest) or 0) - need.needed(found.places)[rest] - found.bytes_at(rest)
+            for rest in RESTS
+        }
+        nearer = RESTS[RESTS.index(place.parameters) : RESTS.index(place.optimizer)]
+        assert all(demand.state.at(rest) > left[rest] for rest in nearer)
+
+
+def test_the_table_tells_neighbours_together() -> None:
+    text = arrange(units(5), Budget(device=10 + 24, host=12)).table()
+    assert text.splitlines()[1:] == [
+        "blocks.0 … blocks.1  2  device      4 B  device  24 B",
+        "blocks.2             1  device      2 B  host    12 B",
+        "blocks.3 … blocks.4  2  device      4 B  disk    24 B",
+    ]
