@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .config import show_bytes
+from .config import Precision, show_bytes
 from .errors import PlanError
 from .memory import imbalance
 from .plan import Candidate, Plan, made_of
@@ -137,7 +137,9 @@ def _advice(question: Question, least: Candidate) -> str:
         ways.append(f'pass host_limit="{_rounded_up(least.host * question.ranks_per_node)}"')
     share = least.kinds["activations"] / max(least.device, 1)
     lead = (
-        "Sharding cannot shrink activations: " if share > 0.5 and size > question.limit else "What would fit: "
+        "Sharding cannot shrink activations: "
+        if share > 0.5 and size > question.limit
+        else "What would fit: "
     )
     return f"{lead}{', or '.join(ways)}."
 
@@ -145,11 +147,13 @@ def _advice(question: Question, least: Candidate) -> str:
 def _narrows(question: Question) -> bool:
     """Whether computing in bf16 would make it fit. It rounds, so it is never chosen unasked."""
     options = question.options
-    if options.precision is not None or question.precisions or not any(
-        w.dtype == "float32" for unit in question.units for w in unit.weights
+    if (
+        options.precision is not None
+        or question.precisions
+        or not any(w.dtype == "float32" for unit in question.units for w in unit.weights)
     ):
         return False
-    return fitting(replace(question, options=replace(options, precision="bf16")))
+    return fitting(replace(question, options=replace(options, precision=Precision())))
 
 
 def _rounded_up(size: int) -> str:

@@ -28,7 +28,7 @@ class Candidate:
 
     - `recompute`: how many units are recomputed, of `units`. `lean`: small buckets, nothing gathered ahead.
     - `device`: bytes at the fullest moment, which is `where`, made of `kinds`. `host`, `disk`: bytes of one
-      rank there.
+      rank there. `lasting`: what a run books, by the kinds of `run.stats()`.
     - `sent`: bytes that a rank sends in a step, by kind. `seconds`: an estimate of the step's parts;
       `step`: of the whole.
     - `settings`: the options of `shard`, all of them, as plain data.
@@ -49,6 +49,7 @@ class Candidate:
     step: float
     fits: bool
     settings: dict[str, Any]
+    lasting: dict[str, int] = field(default_factory=dict)
     disk: int = 0
     numerics: Numerics = "exact"
 
@@ -110,12 +111,6 @@ class Plan:
     def options(self) -> dict[str, Any]:
         """The options of `shard` that carry the plan out."""
         return {name: from_plain(value) for name, value in self.chosen.settings.items()}
-
-    @property
-    def planned(self) -> dict[str, int]:
-        """Bytes of one rank by kind at the fullest moment, host and disk included."""
-        there = {"host": self.chosen.host, "disk": self.chosen.disk}
-        return {kind: size for kind, size in (self.chosen.kinds | there).items() if size}
 
     # ------------------------------------------------------------------ JSON
 
@@ -202,7 +197,16 @@ class Plan:
         disk = any(one.disk for one in shown)
         left = ("plan", "fits", "fullest at", "numerics")
         more = ["fullest at", "numerics"] if wide else []
-        for name in ("plan", "fits", "device", "host", *(["disk"] if disk else []), "sent", "step, est.", *more):
+        for name in (
+            "plan",
+            "fits",
+            "device",
+            "host",
+            *(["disk"] if disk else []),
+            "sent",
+            "step, est.",
+            *more,
+        ):
             table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "plan")
         for one in shown:
             mark = "chosen" if one == self.chosen else "yes" if one.fits else "no"

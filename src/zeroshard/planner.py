@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from .config import Offload, Options, Precision, Stage
@@ -53,6 +53,7 @@ class Question:
     free: frozenset[str] = frozenset(("prefetch", "bucket_bytes"))
     overlaps: bool = True
     shared: bool = False
+    setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parameters(self) -> int:
@@ -78,7 +79,13 @@ class Question:
         return max((w.numel * WIDTHS[w.dtype] for unit in self.units for w in unit.weights), default=1)
 
     def setup(self, options: Options) -> Setup:
-        return heaviest(Setup(self.units, options, self.world, self.rules, overlaps=self.overlaps))
+        """What a way is made of. Ways that differ in recomputation only share nearly all of it."""
+        base = replace(options, recompute=False)
+        known = self.setups.get((base, self.world))
+        if known is None:
+            known = heaviest(Setup(self.units, base, self.world, self.rules, overlaps=self.overlaps))
+            self.setups[base, self.world] = known
+        return known.recomputing(options.recompute) if options.recompute else known
 
     def segments(self, options: Options) -> tuple[Segment, ...]:
         return self.trace(options) if self.trace is not None else ()
@@ -106,8 +113,11 @@ class Question:
     def leaner(self, options: Options, own_offload: bool = False) -> Options:
         """The same with buckets no larger than the largest tensor, and nothing gathered ahead."""
         small = max(min(options.bucket_bytes, self.largest), 1024)
-        changes = {"bucket_bytes": small, "prefetch": 0}
-        made = replace(options, **{name: value for name, value in changes.items() if name in self.free})
+        made = options
+        if "bucket_bytes" in self.free:
+            made = replace(made, bucket_bytes=small)
+        if "prefetch" in self.free:
+            made = replace(made, prefetch=0)
         offload = made.offload
         if offload is not None and not own_offload and offload.optimizer == "host":
             made = replace(
@@ -152,51 +162,60 @@ def all_candidates(question: Question) -> Iterator[Candidate]:
 
 
 def _family(question: Question, stage: Stage, placing: Placing) -> Iterator[Candidate]:
-    """One stage and placing: as it is; where that does not fit lean; and each with no unit, all units, or as
-    few units as it takes recomputed. What costs time and is not needed is left out."""
+    """One stage and placing. As it is; if that does not fit, the least that it can take; and if that fits,
+    what lies between: lean or not, with as few units recomputed as it takes."""
     recomputes = question.recomputes if question.trace is not None else question.recomputes[:1]
     if not question.names:
         recomputes = tuple(r for r in recomputes if not r) or (False,)
-    for again in recomputes:
-        before: Candidate | None = None
-        for lean in (False, True):
-            one = price(question, question.way(stage, placing, again, lean))
-            if before is not None and one.settings == before.settings:
-                break  # nothing to be lean about
+
+    def at(again: bool, lean: bool) -> Candidate:
+        return price(question, question.way(stage, placing, again, lean))
+
+    plain = at(recomputes[0], lean=False)
+    yield plain
+    if plain.fits:
+        return
+    made = [plain]
+    for again, lean in ((recomputes[-1], True), (recomputes[0], True), (recomputes[-1], False)):
+        if not lean and not any(one.fits for one in made):
+            return
+        one = at(again, lean)
+        if all(one.settings != other.settings for other in made):
+            made.append(one)
             yield one
-            if one.fits:
-                break
-            few = _few(question, stage, placing, lean) if not again and True in recomputes else None
-            if few is not None:
-                yield few
-            before = one
+    if recomputes == (False, True) and any(one.fits for one in made):
+        few = _few(question, stage, placing)
+        if few is not None:
+            yield few
 
 
-def _few(question: Question, stage: Stage, placing: Placing, lean: bool) -> Candidate | None:
-    """As few units recomputed as fit, those first that free most for an operation; None where all of them
-    are needed or not enough.
+def _few(question: Question, stage: Stage, placing: Placing) -> Candidate | None:
+    """As few units recomputed as fit, those first that free most for an operation, lean or not, whichever is
+    faster; None where all of them are needed or not enough.
 
-    Found on segments put together from the two traces, then made sure of by traces of its own: what a unit
+    Found on segments put together from the two traces, then made sure of by a trace of its own: what a unit
     saves depends on what its neighbours do.
     """
     order = question_order(question)
 
-    def at(count: int, exact: bool) -> Candidate:
+    def at(count: int, lean: bool, exact: bool = False) -> Candidate:
         chosen = set(order[:count])
         options = question.way(stage, placing, tuple(n for n in question.names if n in chosen), lean)
         return price(question, options, None if exact else composed(question, chosen))
 
-    everything = price(question, question.way(stage, placing, True, lean))
-    if not everything.fits or len(order) < 2:
-        return None
-    low, high = 0, len(order)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if at(middle, exact=False).fits else (middle, high)
-    for count in range(high, min(high + 4, len(order))):
-        found = at(count, exact=True)
-        if found.fits:
-            return found
+    found: list[tuple[float, int, bool]] = []
+    for lean in (False, True):
+        low, high = 0, len(order)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if at(middle, lean).fits else (middle, high)
+        if 0 < high < len(order):
+            found.append((at(high, lean).step, high, lean))
+    for _, count, lean in sorted(found):
+        for more in range(count, min(count + 4, len(order))):
+            one = at(more, lean, exact=True)
+            if one.fits:
+                return one
     return None
 
 
@@ -236,7 +255,9 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
     offload = options.offload
     rounds = precision is not None and precision.numerics != "exact"
     rounds = rounds or (offload is not None and offload.numerics != "exact")
-    lean = options.prefetch < question.options.prefetch or options.bucket_bytes < question.options.bucket_bytes
+    lean = (
+        options.prefetch < question.options.prefetch or options.bucket_bytes < question.options.bucket_bytes
+    )
     return Candidate(
         options.stage,
         placing_of(offload),
@@ -253,6 +274,7 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
         seconds.step,
         _fits(question, peak.total, host),
         settings_of(options),
+        asdict(setup.held),
         numerics="rounding" if rounds else "exact",
     )
 

@@ -19,6 +19,8 @@ class Stats:
     - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known),
       ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded
       the limit, and done again).
+    - `planned`: under a plan, what it foresaw by kind, to hold against `peak`: the lasting kinds,
+      ``activations``, and ``device`` for all of the device at its fullest.
     - `data_parallel`: bytes that plain data-parallel training of this model would hold (parameters,
       gradients, state).
     """
@@ -32,6 +34,7 @@ class Stats:
     data_parallel: int = 0
     norm: float = 0.0
     updates: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
 
     def __sub__(self, before: Stats) -> Stats:
         """What happened between two moments. Live and peak bytes are those of the later one."""
@@ -49,6 +52,7 @@ class Stats:
             self.data_parallel,
             self.norm,
             less(self.updates, before.updates),
+            self.planned,
         )
 
     def as_dict(self) -> dict[str, Any]:
