@@ -126,7 +126,8 @@ class Hooks:
 
         @_uncompiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if runtime.buffers and runtime.sync and module.training and torch.is_grad_enabled():
+            together = runtime.sync and not runtime.pace.apart
+            if runtime.buffers and together and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
                     # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two
                     # forward passes.
@@ -307,10 +308,10 @@ def _rows_for_loading(
 
 
 def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """A split master takes what is loaded in full precision; its home, the bf16 half, is then loaded with
-    itself."""
+    """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
+    with itself."""
     for param in runtime.params:
-        if param.remainder is not None:
+        if param.master is not None:
             for name in _names_of(runtime, module, param):
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor):

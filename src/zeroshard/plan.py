@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console, Group
 from rich.table import Table
 
-from . import config
+from . import config, policy
 from .config import Numerics, Options, Stage, show_bytes
 from .errors import PlanError
 
@@ -257,7 +257,7 @@ def from_plain(value: Any) -> Any:
     kind = made.pop("type", None)
     if kind == "float":
         return float(made["value"])
-    found = getattr(config, str(kind), None)
+    found = getattr(config, str(kind), None) or getattr(policy, str(kind), None)
     if found is None:
         raise PlanError(f"this plan has an option of type {kind!r}, which this ZeroShard does not know.")
     return found(**made)

@@ -16,8 +16,17 @@ from torch import Tensor
 from .config import show_bytes
 from .errors import PlanError
 
-Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging"]
-KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "gathered", "buckets", "host", "staging")
+Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging", "disk"]
+KINDS: tuple[Kind, ...] = (
+    "parameters",
+    "gradients",
+    "state",
+    "gathered",
+    "buckets",
+    "host",
+    "staging",
+    "disk",
+)
 
 
 class Ledger:

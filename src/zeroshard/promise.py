@@ -154,6 +154,7 @@ class Promise:
     def _cap(self, ledger: Ledger, more: Mapping[str, int] | None = None) -> None:
         """The ledger's limits. `more`: bytes by kind that are still to come, or do not pass the ledger."""
         plan, more = self.plan, more or {}
+        tiers: list[tuple[tuple[str, ...], int, str]]
         tiers = [((*ON_DEVICE, *ON_HOST) if plan.shared else ON_DEVICE, plan.limit, "the limit is")]
         if plan.host_limit is not None:
             tiers.append((ON_HOST, plan.host_limit // plan.ranks_per_node, "a rank's share of host_limit is"))
