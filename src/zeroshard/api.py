@@ -22,6 +22,8 @@ from .hooks import Hooks, is_sharded
 from .keeper import Keeper
 from .kept import Kept
 from .launch.environment import join
+from .placement import Placement
+from .resting import resting
 from .runtime import Runtime
 from .shard import Faces, Param, mesh_over
 from .state import give_back
@@ -84,9 +86,9 @@ def shard(
         _equalise(model, transport)
         distributed = transport.size > 1 and chosen.stage > 0
         mesh = mesh_over(group, device) if distributed else None
-        runtime = Builder(model, optimizers, chosen, transport, Faces(transport.rank, mesh), device).build(
-            init
-        )
+        placement = resting(model, optimizers, chosen, transport)
+        faces = Faces(transport.rank, mesh)
+        runtime = Builder(model, optimizers, chosen, transport, faces, device, placement).build(init)
         hooks = Hooks(model, runtime)
         hooks.install(_recomputed(runtime, chosen))
         if transport.size > 1 and chosen.buffers == "broadcast":
@@ -223,6 +225,11 @@ class Run(Kept):
         """The units found, with the number of parameters (elements) in each."""
         return {unit.label: sum(p.slot.numel for p in unit.params) for unit in self._runtime.units}
 
+    @property
+    def placement(self) -> Placement:
+        """The tier that each unit's state and parameters rest in; `print(run.placement.table())`."""
+        return self._runtime.placement
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication; the first backward outside of the block reduces them
@@ -305,15 +312,13 @@ class Run(Kept):
         counters = runtime.transport.counters.snapshot()
         state = sum(update.state_bytes() for update in runtime.updates)
         live, peak = dict(runtime.ledger.live), dict(runtime.ledger.peak)
-        # On the host, what the overlapped update works on is booked already; the rest is the optimizer's own.
-        hosted = runtime.host is not None and runtime.host.offload.optimizer == "host"
-        kind, more = (
-            ("host", state - runtime.host.shown_bytes())
-            if runtime.host is not None and hosted
-            else ("state", state)
-        )
-        live[kind] += more
-        peak[kind] += more
+        # What the overlapped update works on is booked already; the rest is the optimizer's own.
+        hosted = runtime.host.state_bytes() if runtime.host is not None else 0
+        booked = runtime.host.shown_bytes() if runtime.host is not None else 0
+        hidden = runtime.host.hidden_bytes() if runtime.host is not None else 0
+        for kind, more in (("state", state - hosted), ("host", hosted - booked)):
+            live[kind] += more
+            peak[kind] += more
         if self.size == 1:
             grads = sum(p.home.grad.nbytes for p in runtime.params if p.home.grad is not None)
             live["gradients"] += grads
@@ -325,7 +330,7 @@ class Run(Kept):
             counters.waited,
             live,
             peak,
-            self._data_parallel_bytes(state),
+            self._data_parallel_bytes(state + hidden),
             runtime.norm,
             runtime.update_counts(),
             sync=runtime.pace.label,
@@ -360,7 +365,7 @@ class Run(Kept):
             if runtime.faces.mesh is not None:
                 full = runtime.collect(param.read_master(), param.slot).to(param.leaf.device)
                 whole = nn.Parameter(full, requires_grad=param.trainable)
-            elif param.remainder is not None:
+            elif param.master is not None:
                 whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
             elif param.local.is_floating_point():
                 whole.data = whole.data.to(param.leaf.device, copy=True)
@@ -370,6 +375,8 @@ class Run(Kept):
             if runtime.host is not None:
                 runtime.host.give_back(update.optimizer)
             give_back(update, successors, runtime.transport, runtime.collect)
+        if runtime.host is not None:
+            runtime.host.close()
         runtime.transport.close()
 
     def _open(self) -> Runtime:

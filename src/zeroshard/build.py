@@ -20,9 +20,9 @@ from .errors import ModelError, OptionError
 from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
 from .layout import ALIGN, Pack, Slot, Split, buckets, slots_for
 from .live import LiveUnit, leaf_of
-from .native import split
-from .param import Bundle, Placement
+from .param import Bundle, Rests
 from .place import Host
+from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
 from .runtime import Runtime
@@ -49,6 +49,7 @@ class Builder:
         transport: Transport,
         faces: Faces,
         device: torch.device,
+        placement: Placement,
     ) -> None:
         self.model, self.optimizers, self.options, self.transport = (
             model,
@@ -56,11 +57,12 @@ class Builder:
             options,
             transport,
         )
-        self.device = device
+        self.device, self.placement = device, placement
         self.ledger = Ledger()
         self.faces = faces
         self.copies = Copies(device)
         self.runtime = Runtime(options, transport, self.faces, Pool(device, self.ledger), self.ledger)
+        self.runtime.placement = placement
         self.host: Host | None = None
         if options.offload is not None:
             _check_offload(options, transport)
@@ -72,6 +74,13 @@ class Builder:
         units = find_units(self.model, self.options.units)
         tenants = [tenant for unit in units for tenant in unit.tenants]
         slots = self._slots(tenants)
+        if self.host is not None:
+            for unit in units:
+                rest = self.placement[unit.label].optimizer
+                if rest != "device":
+                    for key, dtypes, group in self._groups(unit):
+                        self.host.plan(key, group, slots, dtypes, rest)
+            self.host.open(self.transport)
         fresh = _Materialiser(self.model, self.device, init, self.transport)
         live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
         self.runtime.adopt_units(live)
@@ -129,13 +138,20 @@ class Builder:
         keeps = any(fnmatchcase(tenant.name, pattern) for pattern in precision.keep)
         return (master if keeps else getattr(torch, precision.compute)), master
 
-    def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
+    def _groups(self, unit: Unit) -> list[tuple[str, tuple[torch.dtype, torch.dtype], list[Tenant]]]:
+        """The parameters of each bundle of a unit, with its key and dtypes."""
         groups: dict[tuple[torch.dtype, torch.dtype], list[Tenant]] = {}
         for tenant in unit.tenants:
             groups.setdefault(self._dtypes(tenant), []).append(tenant)
         return [
-            self._bundle(f"{unit.label}/{number}", tenants, slots, dtypes, fresh)
+            (f"{unit.label}/{number}", dtypes, tenants)
             for number, (dtypes, tenants) in enumerate(groups.items())
+        ]
+
+    def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
+        return [
+            self._bundle(key, tenants, slots, dtypes, self._rests(unit), fresh)
+            for key, dtypes, tenants in self._groups(unit)
         ]
 
     def _bundle(
@@ -144,19 +160,18 @@ class Builder:
         tenants: list[Tenant],
         slots: dict[str, Slot],
         dtypes: tuple[torch.dtype, torch.dtype],
+        rests: Rests,
         fresh: _Materialiser,
     ) -> Bundle:
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
         transport = self.transport
-        bundle = Bundle(
-            key, pack, dtypes, self._placement(), transport, self.runtime.pool, self.ledger, self.copies
-        )
+        bundle = Bundle(key, pack, dtypes, rests, transport, self.runtime.pool, self.ledger, self.copies)
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
-        if self.host is not None and bundle.placement.state == "host":
+        if self.host is not None and rests.state != "device":
             local = self.host.locals_of(bundle, tenants)
             bundle.use_locals(local)
-        remainders = self.host.remainders if self.host is not None else {}
+        masters = self.host.masters if self.host is not None else {}
         for index, tenant in enumerate(tenants):
             value, slot = fresh.value(tenant), pack.slots[index]
             start, stop = slot.rows(transport.rank)
@@ -165,30 +180,24 @@ class Builder:
                 (full[index].copy_(value) if full is not None else compute[index].copy_(rows))
                 if local[index].data_ptr() != compute[index].data_ptr():
                     local[index].copy_(rows)
-                if tenant.name in remainders:
+                if tenant.name in masters:
                     # The weight too: where a value lies half way between two of bf16, `split` does not round
                     # as `copy_` does.
-                    weight, remainder = split(rows.float().cpu().reshape(-1))
-                    compute[index].copy_(weight.view(compute[index].shape))
-                    remainders[tenant.name].copy_(remainder)
+                    masters[tenant.name].write(0, rows.float().cpu().reshape(-1).contiguous())
             leaf = leaf_of(
                 full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad
             )
             home = make_home(tenant, slot, local[index], self.faces)
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))
-            bundle.params[-1].remainder = remainders.get(tenant.name)
+            bundle.params[-1].master = masters.get(tenant.name)
             fresh.done(tenant)
         return bundle
 
-    def _placement(self) -> Placement:
-        offload = self.options.offload
-        streamed = offload is not None and offload.parameters == "host"
+    def _rests(self, unit: Unit) -> Rests:
+        place = self.placement[unit.label]
+        streamed = place.parameters != "device"
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
-        return Placement(
-            resident,
-            "host" if offload is not None and offload.optimizer == "host" else "device",
-            "host" if streamed else "device",
-        )
+        return Rests(resident, place.optimizer, place.parameters)
 
     # ------------------------------------------------------------------ the pace
 

@@ -305,10 +305,10 @@ def _rows_for_loading(
 
 
 def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """A split master takes what is loaded in full precision; its home, the bf16 half, is then loaded with
-    itself."""
+    """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
+    with itself."""
     for param in runtime.params:
-        if param.remainder is not None:
+        if param.master is not None:
             for name in _names_of(runtime, module, param):
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor):

@@ -12,8 +12,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging"]
-KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "gathered", "buckets", "host", "staging")
+Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging", "disk"]
+KINDS: tuple[Kind, ...] = (
+    "parameters",
+    "gradients",
+    "state",
+    "gathered",
+    "buckets",
+    "host",
+    "staging",
+    "disk",
+)
 
 
 class Ledger:

@@ -20,7 +20,6 @@ from .checkpoint.elements import DTYPE
 from .checkpoint.manifest import Entry, Manifest
 from .checkpoint.records import Held, Loaded
 from .errors import CheckpointError
-from .native import AdamRows
 from .part import Part
 from .runtime import Runtime
 from .snapshot import (
@@ -32,6 +31,7 @@ from .snapshot import (
     codes_of,
     host_parts,
     pace_held,
+    paged_held,
     parameter_held,
     restore_random,
     seats_of,
@@ -109,8 +109,12 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
             targets.empty.append(seat)
         return
     targets.stepped.append(seat)
+    part = seat.part
     for key in [*stored, *(k for k, v in state.items() if k not in stored and isinstance(v, Tensor))]:
         entry, tensor = stored.get(key), state.get(key)
+        if part is not None and not part.visible and not part.coded and key in part.moments:
+            targets.held.append(paged_held(seat, part, key, rank))
+            continue
         if entry is not None and not isinstance(tensor, Tensor):
             # Optimizers that need whole tensors see only those that are here; element-wise ones have empty
             # state for the others.
@@ -246,9 +250,7 @@ def _adopt_state(targets: Targets, plain: Mapping[str, Any]) -> None:
         if seat.part is None:
             seat.state.clear()  # the dict stays: proxies know it
             continue
-        seat.part.steps[seat.index] = 0
-        for tensor in seat.state.values():
-            tensor.zero_()
+        seat.part.clear(seat.index)
     for coded in targets.coded.values():
         counts = coded.part.shown_steps
         coded.part.load([{"step": int(c), **s} for c, s in zip(counts, coded.states, strict=True)])
@@ -264,12 +266,8 @@ def _take_codes(runtime: Runtime, saved: list[Any]) -> None:
     for item in saved:
         part = parts.get(str(item["where"]))
         if part is not None:
-            assert isinstance(part.state, AdamRows)
-            assert part.state.scales is not None
-            for stored, codes in zip(
-                (part.state.exp_avg, part.state.exp_avg_sq, part.state.scales), item["codes"], strict=True
-            ):
-                stored.copy_(codes)
+            with part.lent(write=True):
+                part.load_codes(item["codes"])
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

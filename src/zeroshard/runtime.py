@@ -31,10 +31,11 @@ from .grad import Gradients, LocalGradients
 from .host import HostUpdates
 from .layout import Slot
 from .live import LiveUnit
-from .norm import global_norm
+from .norm import clip_scale, global_norm
 from .param import Bundle, SavedTensors
 from .part import Part
 from .place import Host
+from .placement import Placement
 from .pool import Ledger, Pool
 from .shard import Faces, Param
 from .step import Update
@@ -55,6 +56,7 @@ class Runtime:
         self.pace: Pace  # owns the gradients, runs the updates
         self.updates: list[Update] = []
         self.host: Host | None = None
+        self.placement = Placement(())
         self.norm = 0.0  # of the last gradient, where clip_norm asked for it
         self._settled = True  # the norm of the last backward has been dealt with
         self.buffers: list[Tensor] = []  # what the root's forward broadcasts from rank 0
@@ -77,8 +79,7 @@ class Runtime:
         self._arrivals = 0
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
         # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
-        streams = options.offload is not None and options.offload.parameters == "host"
-        self._overlaps = transport.name in ("gloo", "nccl") or streams
+        self._overlaps = transport.name in ("gloo", "nccl")
 
     # ------------------------------------------------------------------ forward
 
@@ -177,7 +178,7 @@ class Runtime:
                     self._host_updates.wait(part)
             for bundle in unit.bundles:
                 bundle.gather(self._epoch)
-            if self._overlaps and unit.sharded:
+            if self._overlaps:
                 for ahead in self._upcoming(unit):
                     if all(part.done.is_set() for part in ahead.parts):
                         for bundle in ahead.bundles:
@@ -332,10 +333,10 @@ class Runtime:
         scale = 1.0
         if math.isfinite(limit):
             self.norm = self._norm_of(grads)
-            scale = min(1.0, limit / (self.norm + 1e-6))
+            scale = clip_scale(limit, self.norm)
         if self._host_updates is not None:
             self._host_updates.commit(self.norm, scale)
-        if scale < 1.0 and grads:
+        if scale != 1.0 and grads:
             torch._foreach_mul_([grad for _, grad in grads], scale)
         self._settled = True
 
@@ -416,7 +417,7 @@ class Runtime:
         """Wait until the host has done all it was asked to."""
         if self._host_updates is not None:
             self._refuse_pending()
-            self._host_updates.drain()
+            self._host_updates.settle()
 
     def _refuse_pending(self) -> None:
         """With early updates, weights and state are neither old nor new between backward and step."""
@@ -433,13 +434,14 @@ class Runtime:
         if self._host_updates is not None:
             try:
                 self._host_updates.discard(self._host_updates.parts)
-                self._host_updates.drain()
+                self._host_updates.settle()
             finally:
                 self._host_updates.close()
 
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
+        self._overlaps = self._overlaps or any(bundle.rests.rows != "device" for bundle in self.bundles)
 
 
 @contextmanager

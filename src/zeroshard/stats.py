@@ -14,7 +14,7 @@ class Stats:
       ``publish``: updated parameters of stages 1 and 2, ``collect``, ``broadcast``).
     - `waited`: seconds this rank waited for others, by kind.
     - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
-      ``buckets``; with offload ``host``, ``staging``).
+      ``buckets``; with offload ``host``, ``staging``, ``disk``).
     - `norm`: of the last gradient, before clipping, where `clip_norm` measures it.
     - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known),
       ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded

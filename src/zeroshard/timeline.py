@@ -191,11 +191,9 @@ def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Wei
 def _update(setup: Setup) -> int:
     """Temporaries of torch's own step on the device: gradients widened to the master's dtype, and what
     foreach makes."""
-    if setup.on_host:
-        return 0
     total = widened = 0
     largest = 0
-    for bundle in setup.bundles:
+    for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
         for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
             if weight.trainable and weight.rule >= 0:
                 size = slot.held(setup.rank) * WIDTHS[bundle.master]
