@@ -12,23 +12,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import agree
+from .admission import device_of, refuse_misuse
 from .build import Builder, Init
 from .checkpoint import Alone, Peers
 from .comm import Transport, connect
 from .comm.talk import Talk
-from .config import OptionKeys, Options
-from .errors import ModelError, OptionError, StateError
-from .hooks import Hooks, is_sharded
+from .config import Options
+from .errors import StateError
+from .hooks import Hooks
 from .keeper import Keeper
 from .kept import Kept
 from .launch.environment import join
 from .placement import Placement
+from .plan import Plan
+from .promise import Promise, ShardKeys, Wish
 from .resting import resting
 from .runtime import Runtime
 from .shard import Faces, Param, mesh_over
 from .state import give_back
 from .stats import Stats
-from .step import refuse_unfit
 from .units import matching
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def shard(
     *,
     group: ProcessGroup | None = None,
     init: Init | None = None,
-    **options: Unpack[OptionKeys],
+    **options: Unpack[ShardKeys],
 ) -> Run:
     """Shard a model and its optimizer over the ranks, in place. The training loop stays plain PyTorch.
 
@@ -64,6 +66,10 @@ def shard(
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
+    - `limit`: in place of the above, bytes of one device (``"20GiB"``): the fastest way that fits is chosen,
+      shown, and kept to. With `host_limit`, `disk_limit` (of a node), `batch` (example inputs, the largest),
+      `loss`, or `memory_limit_per_node`; see `plan`.
+    - `plan`: a `Plan` to repeat exactly.
 
     >>> import torch, zeroshard as zs
     >>> model = torch.nn.Linear(4, 2)
@@ -73,100 +79,56 @@ def shard(
     >>> optimizer.step(); optimizer.zero_grad()
     >>> run.close()
     """
-    chosen = Options.of(dict(options))
+    keywords: dict[str, Any] = dict(options)
+    wish = Wish.taken_from(keywords)
+    chosen = Options.of(keywords or wish.options)
     given: Any = [] if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
-    _check(model, optimizers, chosen)
+    refuse_misuse(model, optimizers, chosen)
     if group is None:
         join()
-    device = _device_of(model)
+    device = device_of(model)
     transport = connect(device, chosen.transport, group)
+    promise: Promise | None = None
     try:
-        agree.compare(transport, agree.describe(model, optimizers, chosen))
+        agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
+        promise = wish.promise(model, optimizers, chosen, transport)
+        chosen = promise.options if promise is not None else chosen
         _equalise(model, transport)
         distributed = transport.size > 1 and chosen.stage > 0
         mesh = mesh_over(group, device) if distributed else None
         placement = resting(model, optimizers, chosen, transport)
         faces = Faces(transport.rank, mesh)
-        runtime = Builder(model, optimizers, chosen, transport, faces, device, placement).build(init)
+        builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
+        if promise is not None:
+            promise.hold(model, builder.ledger)
+        runtime = builder.build(init)
         hooks = Hooks(model, runtime)
         hooks.install(_recomputed(runtime, chosen))
-        if transport.size > 1 and chosen.buffers == "broadcast":
-            runtime.buffers = [
-                b
-                for m in model.modules()
-                if getattr(m, "track_running_stats", False)
-                for b in m._buffers.values()
-                if b is not None
-            ]
-            runtime.pace.take_buffers(runtime.buffers)
+        _take_buffers(model, runtime)
     except BaseException:
+        if promise is not None:
+            promise.release()
         transport.close()
         raise
 
     def meet() -> Peers:
         return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
 
-    return Run(model, runtime, hooks, Keeper(model, runtime, meet))
+    return Run(model, runtime, hooks, Keeper(model, runtime, meet), promise)
 
 
-def _check(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
-    """Misuse that can be seen on one rank alone, before anything is touched."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
-    names = {id(p): n for n, p in model.named_parameters()}
-    if not names:
-        raise ModelError(f"{type(model).__name__} has no parameters to shard.")
-    lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise ModelError(
-            f"`{lazy[0]}` is uninitialised (a lazy module). Run one forward pass before shard()."
-        )
-    if is_sharded(model):
-        raise ModelError(
-            f"{type(model).__name__}, or a part of it, is sharded already. Close the earlier run first: "
-            "run.close()."
-        )
-    if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
-        raise ModelError("this model holds DTensors: another library has sharded it. Pass a plain model.")
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        if not isinstance(optimizer, Optimizer):
-            raise ModelError(f"shard() takes torch optimizers, not {kind}.")
-        refuse_unfit(optimizer)
-        if optimizer.state:
-            raise ModelError(
-                f"{kind} has stepped already: it holds state for {len(optimizer.state)} parameters. "
-                "Call shard() before the first step, then load a checkpoint."
-            )
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        strangers = sum(id(p) not in names for p in held)
-        if strangers:
-            raise ModelError(
-                f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the "
-                "optimizer from "
-                "model.parameters(), after the model is complete, and pass that very model."
-            )
-    if options.recompute and isinstance(options.recompute, bool) and options.units == "none":
-        raise OptionError(
-            'recompute=True recomputes units, and units="none" leaves none: name units, or drop recompute.'
-        )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters() if not p.is_meta}
-    if len(devices) > 1:
-        raise ModelError(
-            f"the model is on several devices ({', '.join(map(str, sorted(map(str, devices))))}): move it "
-            "to one first."
-        )
-    if devices:
-        return devices.pop()
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def _take_buffers(model: nn.Module, runtime: Runtime) -> None:
+    """Buffers that forward changes are broadcast from rank 0, unless they stay local."""
+    if runtime.transport.size > 1 and runtime.options.buffers == "broadcast":
+        runtime.buffers = [
+            b
+            for m in model.modules()
+            if getattr(m, "track_running_stats", False)
+            for b in m._buffers.values()
+            if b is not None
+        ]
+        runtime.pace.take_buffers(runtime.buffers)
 
 
 def _equalise(model: nn.Module, transport: Transport) -> None:
@@ -198,9 +160,25 @@ class Run(Kept):
     """Handle of a sharded model. It has no forward, backward or step: those stay the model's, the loss's
     and the optimizer's. How it is saved and goes on: `Kept`."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, hooks: Hooks, keeper: Keeper) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        hooks: Hooks,
+        keeper: Keeper,
+        promise: Promise | None = None,
+    ) -> None:
         super().__init__(keeper)
         self.model, self._runtime, self._hooks = model, runtime, hooks
+        self._promise = promise
+        if promise is not None:
+            promise.watch(runtime.ledger, self._measured)
+            hooks.after_step = promise.stepped
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that this run keeps to, where it was given a limit or a plan."""
+        return self._promise.plan if self._promise is not None else None
 
     @property
     def rank(self) -> int:
@@ -308,6 +286,10 @@ class Run(Kept):
 
     def stats(self) -> Stats:
         """Bytes moved and held, seconds waited; see `Stats`."""
+        measured = self._measured()
+        return self._promise.complete(measured) if self._promise is not None else measured
+
+    def _measured(self) -> Stats:
         runtime = self._runtime
         counters = runtime.transport.counters.snapshot()
         state = sum(update.state_bytes() for update in runtime.updates)
@@ -378,6 +360,8 @@ class Run(Kept):
         if runtime.host is not None:
             runtime.host.close()
         runtime.transport.close()
+        if self._promise is not None:
+            self._promise.release()
 
     def _open(self) -> Runtime:
         if self._runtime.closed:

@@ -36,6 +36,7 @@ class Hooks:
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self.model, self.runtime = model, runtime
         self._undo: list[Callable[[], None]] = []
+        self.after_step: Callable[[], None] | None = None
 
     def install(self, recompute: list[str]) -> None:
         for unit in self.runtime.units:
@@ -167,7 +168,7 @@ class Hooks:
     # ------------------------------------------------------------------ optimizer
 
     def _on_optimizer(self, update: Update) -> None:
-        optimizer, runtime = update.optimizer, self.runtime
+        optimizer, runtime, hooks = update.optimizer, self.runtime, self
         own_step, own_zero, own_add = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -176,6 +177,8 @@ class Hooks:
                 with torch.enable_grad():
                     loss = closure()
             runtime.step(update, own_step)
+            if hooks.after_step is not None:
+                hooks.after_step()
             return loss
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:

@@ -91,10 +91,16 @@ class Setup:
         return any(place.optimizer != "device" for place in self.places)
 
     def recomputes(self, unit: str) -> bool:
-        wanted = self.options.recompute
-        return bool(unit) and (
-            wanted if isinstance(wanted, bool) else any(fnmatchcase(unit, pattern) for pattern in wanted)
-        )
+        return unit in self._recomputed
+
+    @cached_property
+    def _recomputed(self) -> frozenset[str]:
+        wanted, names = self.options.recompute, [unit.name for unit in self.units if unit.name]
+        if isinstance(wanted, bool):
+            return frozenset(names if wanted else ())
+        exact = set(wanted)
+        patterns = [pattern for pattern in wanted if any(mark in pattern for mark in "*?[")]
+        return frozenset(n for n in names if n in exact or any(fnmatchcase(n, p) for p in patterns))
 
     def state_rest(self, bundle: Bundle) -> Rest:
         return self.place(bundle).optimizer
@@ -212,6 +218,13 @@ class Setup:
     def held(self) -> Buffers:
         """`buffers_of` this, reckoned once."""
         return buffers_of(self)
+
+    def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
+        """The same with other units recomputed: of all bytes only those of gathered units depend on it."""
+        made = replace(self, options=replace(self.options, recompute=recompute))
+        shared = {name: getattr(self, name) for name in ("places", "slots", "bundles", "parts", "buckets")}
+        made.__dict__.update(shared, held=replace(self.held, gathered=gathered(made)))
+        return made
 
     def _grad_slot(self, weight: Weight) -> Slot:
         slot = self.slots[weight.name]

@@ -20,6 +20,8 @@ class Stats:
       ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded
       the limit, and done again).
     - `sync`: the policy in force, the same on all ranks; `switches`: each change of it and why, a line each.
+    - `planned`: under a plan, what it foresaw by kind, to hold against `peak`: the lasting kinds,
+      ``activations``, and ``device`` for all of the device at its fullest.
     - `data_parallel`: bytes that plain data-parallel training of this model would hold (parameters,
       gradients, state).
     """
@@ -35,6 +37,7 @@ class Stats:
     updates: dict[str, int] = field(default_factory=dict)
     sync: str = ""
     switches: tuple[str, ...] = ()
+    planned: dict[str, int] = field(default_factory=dict)
 
     def __sub__(self, before: Stats) -> Stats:
         """What happened between two moments. Live and peak bytes are those of the later one."""
@@ -54,6 +57,7 @@ class Stats:
             less(self.updates, before.updates),
             self.sync,
             self.switches[len(before.switches) :],
+            self.planned,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ KINDS = (
     "activations",
     "update",
     "inputs",
+    "margin",
 )
 WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
 IN_FLIGHT = 7  # parts of the host update that may be on the device at a time where gradients are not kept

@@ -67,6 +67,10 @@ class Halves(ctypes.Structure):
     _fields_ = _fields("i64: count; ptr: master weight remainder", _TYPES)
 
 
+class Checksum(ctypes.Structure):
+    _fields_ = _fields("i64: count; ptr: source; u32: sum; i32: done", _TYPES)
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
     "sgd": Sgd,
@@ -77,6 +81,7 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "non_finite": Scan,
     "split": Halves,
     "join": Halves,
+    "checksum": Checksum,
 }
 
 
