@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from bars import bars_for, judge
 from models import WORKLOADS
+from provenance import commit, hardware, version
 from rank import Assignment
 from report import Comparison, show, write
 from results import Run, control_gap, summarise
@@ -139,38 +139,13 @@ def measure(options: argparse.Namespace, systems: list[str], console: Console) -
     return runs
 
 
-def git(*arguments: str) -> str:
-    """What git answers about this checkout, or "unknown" outside of one."""
-    answer = subprocess.run(["git", *arguments], cwd=HERE.parent, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
-
-
-def version(package: str) -> str:
-    """The installed version, or that there is none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def hardware() -> str:
-    """Processor, cores and memory in one line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB"
-
-
 def facts(options: argparse.Namespace, load_before: float) -> dict[str, object]:
     """What is needed to repeat the run elsewhere and to know whether it may be compared."""
-    changed = git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     return {
         "title": f"{options.model}: {WORLD} ranks x 1 thread, fp32, AdamW",
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
-        "commit": git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else ""),
+        "commit": commit(),
         "hardware": hardware(),
         "model": WORKLOADS[options.model].describe(),
         "repeats": options.repeats,

@@ -30,6 +30,7 @@ class Trainer:
 
     step: Callable[[Batch], Tensor]
     close: Callable[[], None] = nothing
+    stats: Callable[[], object] = nothing
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -127,18 +128,33 @@ def deepspeed(model: nn.Module, *, stage: int) -> Trainer:
     return Trainer(step, engine.destroy)
 
 
-def zeroshard(model: nn.Module, *, stage: int, transport: str) -> Trainer:
+def parameter_server(model: nn.Module) -> Trainer:
+    """Gradients to rank 0, parameters back; see `parameter_server.py`."""
+    from parameter_server import ParameterServer
+
+    server = ParameterServer(model, adamw)
+
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = model(*batch)
+        server.step(loss)
+        return loss.detach()
+
+    return Trainer(step)
+
+
+def zeroshard(model: nn.Module, *, stage: int, transport: str, **options: object) -> Trainer:
     """`zs.shard` and the plain loop."""
     import zeroshard as zs
 
     optimizer = adamw(model)
-    run = zs.shard(model, optimizer, stage=stage, transport=transport)
-    return Trainer(plain_loop(model, optimizer), run.close)
+    run = zs.shard(model, optimizer, stage=stage, transport=transport, **options)  # type: ignore[arg-type]
+    return Trainer(plain_loop(model, optimizer), run.close, run.stats)
 
 
 SYSTEMS: dict[str, Callable[[nn.Module], Trainer]] = {
     "none": none,
     "ddp": ddp,
+    "ps": parameter_server,
     "zro": zro,
     "fsdp2-zero2": partial(fsdp2, reshard=False),
     "fsdp2-zero3": partial(fsdp2, reshard=True),

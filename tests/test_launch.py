@@ -132,8 +132,9 @@ def test_signals_get_stronger() -> None:
     assert ladder.due(50.0 + GRACE) == [signal.SIGTERM]
     assert ladder.due(50.0 + GRACE) == []
     assert ladder.due(90.0) == [signal.SIGKILL]
-    assert after_signal(signal.SIGINT, 0.0, forward=False).due(1.0) == []
-    assert after_signal(signal.SIGINT, 0.0, forward=True).due(0.0) == [signal.SIGINT]
+    assert after_signal(None, 0.0, 30.0).due(1.0) == []
+    assert after_signal(signal.SIGINT, 0.0, 30.0).due(0.0) == [signal.SIGINT]
+    assert after_signal(None, 0.0, 2.0).due(2.0) == [signal.SIGTERM]
 
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"} | {

@@ -13,15 +13,23 @@ from .errors import (
     TierError,
     ZeroShardError,
 )
+from .launch.job import PREEMPTED
 from .plan import Plan
 from .planning import plan
+from .policy import Adaptive, Delayed, EveryStep, Local, Nesterov
 from .stats import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PREEMPTED",
+    "Adaptive",
     "CheckpointError",
+    "Delayed",
+    "EveryStep",
+    "Local",
     "ModelError",
+    "Nesterov",
     "Offload",
     "OptionError",
     "Options",

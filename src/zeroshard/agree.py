@@ -26,8 +26,10 @@ _ADVICE = {
 }
 
 
-def describe(model: nn.Module, optimizers: list[Optimizer], options: Options) -> dict[str, dict[str, str]]:
-    """All that must be the same on every rank, as topic → item → text."""
+def describe(
+    model: nn.Module, optimizers: list[Optimizer], options: Options, asked: dict[str, str] | None = None
+) -> dict[str, dict[str, str]]:
+    """All that must be the same on every rank, as topic → item → text. `asked`: what a plan is asked for."""
     parameters = {
         f"`{n}`": _tensor_text(p) + ("" if p.requires_grad else ", frozen")
         for n, p in model.named_parameters()
@@ -49,7 +51,8 @@ def describe(model: nn.Module, optimizers: list[Optimizer], options: Options) ->
         "model": parameters | buffers,
         "order of the parameters": {"it": _listed(list(names.values()))},
         "optimizer": groups,
-        "options": {name: repr(getattr(options, name)) for name in options.__dataclass_fields__},
+        "options": {name: repr(getattr(options, name)) for name in options.__dataclass_fields__}
+        | (asked or {}),
         "software": {"torch": torch.__version__.split("+")[0]},
     }
 

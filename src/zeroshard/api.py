@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -13,21 +12,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import agree
+from .admission import device_of, refuse_misuse
 from .build import Builder, Init
-from .checkpoint import Alone, Peers, PendingSave, Saved
+from .checkpoint import Alone, Peers
 from .comm import Transport, connect
 from .comm.talk import Talk
-from .config import OptionKeys, Options
-from .errors import ModelError, OptionError, StateError
-from .hooks import Hooks, is_sharded
+from .config import Options
+from .errors import StateError
+from .hooks import Hooks
 from .keeper import Keeper
+from .kept import Kept
 from .launch.environment import join
+from .placement import Placement
+from .plan import Plan
+from .promise import Promise, ShardKeys, Wish
+from .resting import resting
 from .runtime import Runtime
 from .shard import Faces, Param, mesh_over
-from .snapshot import Company
 from .state import give_back
 from .stats import Stats
-from .step import refuse_unfit
 from .units import matching
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ def shard(
     *,
     group: ProcessGroup | None = None,
     init: Init | None = None,
-    **options: Unpack[OptionKeys],
+    **options: Unpack[ShardKeys],
 ) -> Run:
     """Shard a model and its optimizer over the ranks, in place. The training loop stays plain PyTorch.
 
@@ -58,9 +61,15 @@ def shard(
       needing whole tensors.
     - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them
       ``"local"``.
+    - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
+      `Adaptive(...)`.
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
+    - `limit`: in place of the above, bytes of one device (``"20GiB"``): the fastest way that fits is chosen,
+      shown, and kept to. With `host_limit`, `disk_limit` (of a node), `batch` (example inputs, the largest),
+      `loss`, or `memory_limit_per_node`; see `plan`.
+    - `plan`: a `Plan` to repeat exactly.
 
     >>> import torch, zeroshard as zs
     >>> model = torch.nn.Linear(4, 2)
@@ -70,99 +79,56 @@ def shard(
     >>> optimizer.step(); optimizer.zero_grad()
     >>> run.close()
     """
-    chosen = Options.of(dict(options))
+    keywords: dict[str, Any] = dict(options)
+    wish = Wish.taken_from(keywords)
+    chosen = Options.of(keywords or wish.options)
     given: Any = [] if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
-    _check(model, optimizers, chosen)
+    refuse_misuse(model, optimizers, chosen)
     if group is None:
         join()
-    device = _device_of(model)
+    device = device_of(model)
     transport = connect(device, chosen.transport, group)
+    promise: Promise | None = None
     try:
-        agree.compare(transport, agree.describe(model, optimizers, chosen))
+        agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
+        promise = wish.promise(model, optimizers, chosen, transport)
+        chosen = promise.options if promise is not None else chosen
         _equalise(model, transport)
         distributed = transport.size > 1 and chosen.stage > 0
         mesh = mesh_over(group, device) if distributed else None
-        runtime = Builder(model, optimizers, chosen, transport, Faces(transport.rank, mesh), device).build(
-            init
-        )
+        placement = resting(model, optimizers, chosen, transport)
+        faces = Faces(transport.rank, mesh)
+        builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
+        if promise is not None:
+            promise.hold(model, builder.ledger)
+        runtime = builder.build(init)
         hooks = Hooks(model, runtime)
         hooks.install(_recomputed(runtime, chosen))
-        if transport.size > 1 and chosen.buffers == "broadcast":
-            runtime.buffers = [
-                b
-                for m in model.modules()
-                if getattr(m, "track_running_stats", False)
-                for b in m._buffers.values()
-                if b is not None
-            ]
+        _take_buffers(model, runtime)
     except BaseException:
+        if promise is not None:
+            promise.release()
         transport.close()
         raise
 
     def meet() -> Peers:
         return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
 
-    return Run(model, runtime, hooks, Keeper(model, runtime, meet))
+    return Run(model, runtime, hooks, Keeper(model, runtime, meet), promise)
 
 
-def _check(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
-    """Misuse that can be seen on one rank alone, before anything is touched."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
-    names = {id(p): n for n, p in model.named_parameters()}
-    if not names:
-        raise ModelError(f"{type(model).__name__} has no parameters to shard.")
-    lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise ModelError(
-            f"`{lazy[0]}` is uninitialised (a lazy module). Run one forward pass before shard()."
-        )
-    if is_sharded(model):
-        raise ModelError(
-            f"{type(model).__name__}, or a part of it, is sharded already. Close the earlier run first: "
-            "run.close()."
-        )
-    if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
-        raise ModelError("this model holds DTensors: another library has sharded it. Pass a plain model.")
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        if not isinstance(optimizer, Optimizer):
-            raise ModelError(f"shard() takes torch optimizers, not {kind}.")
-        refuse_unfit(optimizer)
-        if optimizer.state:
-            raise ModelError(
-                f"{kind} has stepped already: it holds state for {len(optimizer.state)} parameters. "
-                "Call shard() before the first step, then load a checkpoint."
-            )
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        strangers = sum(id(p) not in names for p in held)
-        if strangers:
-            raise ModelError(
-                f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the "
-                "optimizer from "
-                "model.parameters(), after the model is complete, and pass that very model."
-            )
-    if options.recompute and isinstance(options.recompute, bool) and options.units == "none":
-        raise OptionError(
-            'recompute=True recomputes units, and units="none" leaves none: name units, or drop recompute.'
-        )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters() if not p.is_meta}
-    if len(devices) > 1:
-        raise ModelError(
-            f"the model is on several devices ({', '.join(map(str, sorted(map(str, devices))))}): move it "
-            "to one first."
-        )
-    if devices:
-        return devices.pop()
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def _take_buffers(model: nn.Module, runtime: Runtime) -> None:
+    """Buffers that forward changes are broadcast from rank 0, unless they stay local."""
+    if runtime.transport.size > 1 and runtime.options.buffers == "broadcast":
+        runtime.buffers = [
+            b
+            for m in model.modules()
+            if getattr(m, "track_running_stats", False)
+            for b in m._buffers.values()
+            if b is not None
+        ]
+        runtime.pace.take_buffers(runtime.buffers)
 
 
 def _equalise(model: nn.Module, transport: Transport) -> None:
@@ -190,12 +156,29 @@ def _recomputed(runtime: Runtime, options: Options) -> list[str]:
     return matching(options.recompute, names, "recompute", "units")
 
 
-class Run:
+class Run(Kept):
     """Handle of a sharded model. It has no forward, backward or step: those stay the model's, the loss's
-    and the optimizer's."""
+    and the optimizer's. How it is saved and goes on: `Kept`."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, hooks: Hooks, keeper: Keeper) -> None:
-        self.model, self._runtime, self._hooks, self._keeper = model, runtime, hooks, keeper
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        hooks: Hooks,
+        keeper: Keeper,
+        promise: Promise | None = None,
+    ) -> None:
+        super().__init__(keeper)
+        self.model, self._runtime, self._hooks = model, runtime, hooks
+        self._promise = promise
+        if promise is not None:
+            promise.watch(runtime.ledger, self._measured)
+            hooks.after_step = promise.stepped
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that this run keeps to, where it was given a limit or a plan."""
+        return self._promise.plan if self._promise is not None else None
 
     @property
     def rank(self) -> int:
@@ -220,6 +203,11 @@ class Run:
         """The units found, with the number of parameters (elements) in each."""
         return {unit.label: sum(p.slot.numel for p in unit.params) for unit in self._runtime.units}
 
+    @property
+    def placement(self) -> Placement:
+        """The tier that each unit's state and parameters rest in; `print(run.placement.table())`."""
+        return self._runtime.placement
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication; the first backward outside of the block reduces them
@@ -233,6 +221,14 @@ class Run:
             yield
         finally:
             self._runtime.sync = before
+
+    def synchronise(self) -> None:
+        """Let ranks that train apart (`sync=Local(...)`) meet now, e.g. before `save`. Every rank calls it,
+        after a step. Does nothing where the ranks are equal already."""
+        runtime = self._open()
+        runtime.before_change()
+        runtime.pace.meet()
+        runtime.changed()
 
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -288,59 +284,23 @@ class Run:
         runtime.changed()
         runtime.publish()
 
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        extra: Mapping[str, Any] | None = None,
-        schedulers: Sequence[Any] = (),
-        scalers: Sequence[Any] = (),
-        keep: int | None = None,
-        background: bool = False,
-    ) -> Saved | PendingSave:
-        """Save all that training needs to go on, at any number of ranks, stage or tier. Every rank calls it,
-        after a step.
-
-        - `extra`: plain data and tensors of yours, such as the position in the data; rank 0's is stored.
-        - `schedulers`, `scalers`: objects whose `state_dict()` is saved.
-        - `keep`: remove the oldest checkpoints beside this one beyond that many.
-        - `background`: go on training while a thread writes; `wait()` of the result is the finished save. A
-          failed one is logged, and told by the next.
-        """
-        self._open()
-        return self._keeper.save(path, Company(extra, tuple(schedulers), tuple(scalers)), keep, background)
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        schedulers: Sequence[Any] = (),
-        scalers: Sequence[Any] = (),
-        strict: bool = True,
-    ) -> dict[str, Any]:
-        """Go on from a checkpoint: into the model, its optimizers and what is handed in. Every rank calls it.
-        Returns the `extra`.
-
-        `strict=False` loads what agrees where the model or the optimizer has changed.
-        """
-        self._open()
-        return self._keeper.load(path, Company(None, tuple(schedulers), tuple(scalers)), strict)
-
     def stats(self) -> Stats:
         """Bytes moved and held, seconds waited; see `Stats`."""
+        measured = self._measured()
+        return self._promise.complete(measured) if self._promise is not None else measured
+
+    def _measured(self) -> Stats:
         runtime = self._runtime
         counters = runtime.transport.counters.snapshot()
         state = sum(update.state_bytes() for update in runtime.updates)
         live, peak = dict(runtime.ledger.live), dict(runtime.ledger.peak)
-        # On the host, what the overlapped update works on is booked already; the rest is the optimizer's own.
-        hosted = runtime.host is not None and runtime.host.offload.optimizer == "host"
-        kind, more = (
-            ("host", state - runtime.host.shown_bytes())
-            if runtime.host is not None and hosted
-            else ("state", state)
-        )
-        live[kind] += more
-        peak[kind] += more
+        # What the overlapped update works on is booked already; the rest is the optimizer's own.
+        hosted = runtime.host.state_bytes() if runtime.host is not None else 0
+        booked = runtime.host.shown_bytes() if runtime.host is not None else 0
+        hidden = runtime.host.hidden_bytes() if runtime.host is not None else 0
+        for kind, more in (("state", state - hosted), ("host", hosted - booked)):
+            live[kind] += more
+            peak[kind] += more
         if self.size == 1:
             grads = sum(p.home.grad.nbytes for p in runtime.params if p.home.grad is not None)
             live["gradients"] += grads
@@ -352,9 +312,11 @@ class Run:
             counters.waited,
             live,
             peak,
-            self._data_parallel_bytes(state),
+            self._data_parallel_bytes(state + hidden),
             runtime.norm,
             runtime.update_counts(),
+            sync=runtime.pace.label,
+            switches=runtime.pace.report(),
         )
 
     def _data_parallel_bytes(self, state: int) -> int:
@@ -385,7 +347,7 @@ class Run:
             if runtime.faces.mesh is not None:
                 full = runtime.collect(param.read_master(), param.slot).to(param.leaf.device)
                 whole = nn.Parameter(full, requires_grad=param.trainable)
-            elif param.remainder is not None:
+            elif param.master is not None:
                 whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
             elif param.local.is_floating_point():
                 whole.data = whole.data.to(param.leaf.device, copy=True)
@@ -395,7 +357,11 @@ class Run:
             if runtime.host is not None:
                 runtime.host.give_back(update.optimizer)
             give_back(update, successors, runtime.transport, runtime.collect)
+        if runtime.host is not None:
+            runtime.host.close()
         runtime.transport.close()
+        if self._promise is not None:
+            self._promise.release()
 
     def _open(self) -> Runtime:
         if self._runtime.closed:

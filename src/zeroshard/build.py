@@ -20,13 +20,15 @@ from .errors import ModelError, OptionError
 from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
 from .layout import ALIGN, FlatPack, Pack, Slot, Split, buckets, slots_for
 from .live import LiveUnit, leaf_of
-from .native import split
-from .param import Bundle, Placement
+from .param import Bundle, Rests
 from .place import Host
+from .placement import Placement
+from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Kind, Ledger, Pool
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
+from .sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
 from .tier import Copies
 from .units import Tenant, Unit, find_units
 
@@ -47,6 +49,7 @@ class Builder:
         transport: Transport,
         faces: Faces,
         device: torch.device,
+        placement: Placement,
     ) -> None:
         self.model, self.optimizers, self.options, self.transport = (
             model,
@@ -54,11 +57,12 @@ class Builder:
             options,
             transport,
         )
-        self.device = device
+        self.device, self.placement = device, placement
         self.ledger = Ledger()
         self.faces = faces
         self.copies = Copies(device)
         self.runtime = Runtime(options, transport, self.faces, Pool(device, self.ledger), self.ledger)
+        self.runtime.placement = placement
         self.host: Host | None = None
         if options.offload is not None:
             _check_offload(options, transport)
@@ -70,6 +74,13 @@ class Builder:
         units = find_units(self.model, self.options.units)
         tenants = [tenant for unit in units for tenant in unit.tenants]
         slots = self._slots(tenants)
+        if self.host is not None:
+            for unit in units:
+                rest = self.placement[unit.label].optimizer
+                if rest != "device":
+                    for key, dtypes, group in self._groups(unit):
+                        self.host.plan(key, group, slots, dtypes, rest)
+            self.host.open(self.transport)
         fresh = _Materialiser(self.model, self.device, init, self.transport)
         live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
         self.runtime.adopt_units(live)
@@ -85,7 +96,7 @@ class Builder:
             if param.original is not param.home:
                 retire(param.original)
             del param.original
-        self.runtime.gradients = self._gradients(params)
+        self.runtime.pace = self._pace(params)
         if self.host is not None:
             self.host.start()
             self.runtime.adopt_parts(self.host.parts)
@@ -127,13 +138,20 @@ class Builder:
         keeps = any(fnmatchcase(tenant.name, pattern) for pattern in precision.keep)
         return (master if keeps else getattr(torch, precision.compute)), master
 
-    def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
+    def _groups(self, unit: Unit) -> list[tuple[str, tuple[torch.dtype, torch.dtype], list[Tenant]]]:
+        """The parameters of each bundle of a unit, with its key and dtypes."""
         groups: dict[tuple[torch.dtype, torch.dtype], list[Tenant]] = {}
         for tenant in unit.tenants:
             groups.setdefault(self._dtypes(tenant), []).append(tenant)
         return [
-            self._bundle(f"{unit.label}/{number}", tenants, slots, dtypes, fresh)
+            (f"{unit.label}/{number}", dtypes, tenants)
             for number, (dtypes, tenants) in enumerate(groups.items())
+        ]
+
+    def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
+        return [
+            self._bundle(key, tenants, slots, dtypes, self._rests(unit), fresh)
+            for key, dtypes, tenants in self._groups(unit)
         ]
 
     def _bundle(
@@ -142,19 +160,18 @@ class Builder:
         tenants: list[Tenant],
         slots: dict[str, Slot],
         dtypes: tuple[torch.dtype, torch.dtype],
+        rests: Rests,
         fresh: _Materialiser,
     ) -> Bundle:
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
         transport = self.transport
-        bundle = Bundle(
-            key, pack, dtypes, self._placement(), transport, self.runtime.pool, self.ledger, self.copies
-        )
+        bundle = Bundle(key, pack, dtypes, rests, transport, self.runtime.pool, self.ledger, self.copies)
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
-        if self.host is not None and bundle.placement.state == "host":
+        if self.host is not None and rests.state != "device":
             local = self.host.locals_of(bundle, tenants)
             bundle.use_locals(local)
-        remainders = self.host.remainders if self.host is not None else {}
+        masters = self.host.masters if self.host is not None else {}
         for index, tenant in enumerate(tenants):
             value, slot = fresh.value(tenant), pack.slots[index]
             start, stop = slot.rows(transport.rank)
@@ -163,30 +180,57 @@ class Builder:
                 (full[index].copy_(value) if full is not None else compute[index].copy_(rows))
                 if local[index].data_ptr() != compute[index].data_ptr():
                     local[index].copy_(rows)
-                if tenant.name in remainders:
+                if tenant.name in masters:
                     # The weight too: where a value lies half way between two of bf16, `split` does not round
                     # as `copy_` does.
-                    weight, remainder = split(rows.float().cpu().reshape(-1))
-                    compute[index].copy_(weight.view(compute[index].shape))
-                    remainders[tenant.name].copy_(remainder)
+                    masters[tenant.name].write(0, rows.float().cpu().reshape(-1).contiguous())
             leaf = leaf_of(
                 full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad
             )
             home = make_home(tenant, slot, local[index], self.faces)
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))
-            bundle.params[-1].remainder = remainders.get(tenant.name)
+            bundle.params[-1].master = masters.get(tenant.name)
             fresh.done(tenant)
         return bundle
 
-    def _placement(self) -> Placement:
-        offload = self.options.offload
-        streamed = offload is not None and offload.parameters == "host"
+    def _rests(self, unit: Unit) -> Rests:
+        place = self.placement[unit.label]
+        streamed = place.parameters != "device"
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
-        return Placement(
-            resident,
-            "host" if offload is not None and offload.optimizer == "host" else "device",
-            "host" if streamed else "device",
-        )
+        return Rests(resident, place.optimizer, place.parameters)
+
+    # ------------------------------------------------------------------ the pace
+
+    def _pace(self, params: list[Param]) -> Pace:
+        """The policy at work. A choice of policies shares what it can: one set of buckets for all that
+        reduce every step."""
+        sync = self.options.sync
+        choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
+        paces: dict[EveryStep | Delayed | Local, Pace] = {}
+        reducing = [choice for choice in choices if not isinstance(choice, Local)]
+        if reducing:
+            gradients = self._gradients(params)
+            delays = isinstance(gradients, (DelayedGradients, DelayedLocalGradients))
+            pace = DelayedPace(gradients, self.transport.rank) if delays else Pace(gradients)  # type: ignore[arg-type]
+            paces |= dict.fromkeys(reducing, pace)
+        for choice in choices:
+            if isinstance(choice, Local):
+                paces[choice] = self._local_pace(choice, params)
+        if isinstance(sync, Adaptive):
+            return AdaptivePace(sync, paces, self.transport, self.runtime.updates)
+        return paces[sync]
+
+    def _local_pace(self, policy: Local, params: list[Param]) -> LocalPace:
+        trained = [p for p in params if p.trainable]
+        gradients = LocalGradients(trained, [self._grad_dtypes(p)[1] for p in trained])
+        pace = LocalPace(policy, gradients, self.transport, self.runtime.updates)
+        pace.divide(trained, self.options.bucket_bytes, self.ledger)
+        return pace
+
+    @property
+    def _delays(self) -> bool:
+        sync = self.options.sync
+        return any(isinstance(c, Delayed) for c in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
 
     # ------------------------------------------------------------------ gradients
 
@@ -213,7 +257,8 @@ class Builder:
                 )
                 for plot in plots
             ]
-            return LocalGradients(trainable, [dtypes[p.name][1] for p in trainable], local)
+            kind = DelayedLocalGradients if self._delays else LocalGradients
+            return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         on_host = {name for plot in plots for name in plot.names}
         groups: dict[tuple[torch.dtype, torch.dtype], list[list[Param]]] = {}
         for plot in plots:
@@ -232,6 +277,8 @@ class Builder:
             result += self._buckets(pair, members, len(result))
         for bucket in result:
             bucket.sink = sinks.get(bucket.params[0].name)
+        if self._delays:
+            return DelayedGradients(result, self.transport, self.faces, self.ledger)
         return Gradients(result, self.transport, self.faces, self.options.stage, self.ledger)
 
     def _grad_dtypes(self, param: Param) -> tuple[torch.dtype, torch.dtype]:
@@ -263,7 +310,7 @@ class Builder:
     def _wires(self, key: str, packs: list[Pack], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Region]:
         """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
         few from stage 2 on."""
-        keeps, dtype = not self.options.shards_grads, dtypes[0]
+        keeps, dtype = not self.options.shards_grads or self._delays, dtypes[0]
         count = len(packs) if keeps else min(RING, len(packs))
         sizes = [pack.wire for pack in packs] if keeps else [max(pack.wire for pack in packs)] * count
         ring = [self.transport.allocate(f"{key} {i}", size, dtype) for i, size in enumerate(sizes)]

@@ -8,15 +8,18 @@ file.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from .errors import OptionError
+from .policy import EveryStep, Sync, check_sync, local_steps
+from .policy import Numerics as Numerics
 
-Numerics = Literal["exact", "rounding", "approximate"]
 Stage = Literal[0, 1, 2, 3]
+_EVERY_STEP = EveryStep()
 
 _DTYPES = {
     "float32": "float32",
@@ -111,10 +114,10 @@ class Precision:
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("compute", "master", "reduce", "grad"):
-            value = getattr(self, field)
+        for name in ("compute", "master", "reduce", "grad"):
+            value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, field, dtype_name(value, f"Precision.{field}"))
+                object.__setattr__(self, name, dtype_name(value, f"Precision.{name}"))
         object.__setattr__(self, "keep", patterns(self.keep, "Precision.keep"))
         if DTYPE_BYTES[self.master] < DTYPE_BYTES[self.compute]:
             raise OptionError(
@@ -149,8 +152,14 @@ Tier = Literal["device", "host", "disk", "auto"]
 class Offload:
     """Where optimizer state and parameters rest.
 
-    - `optimizer`: ``"host"`` keeps master weights and moments in host memory and updates them there.
-    - `parameters`: ``"host"`` keeps the compute weights there too and streams them in unit by unit.
+    - `optimizer`: ``"host"`` keeps master weights and moments in host memory and updates them there;
+      ``"disk"`` keeps them in a scratch file under `path`, and in host memory only while they are updated;
+      ``"auto"`` fills the device first, then the host, then the disk, unit by unit.
+    - `parameters`: ``"host"`` keeps the compute weights there too and streams them in unit by unit;
+      ``"auto"`` does so for the units that have no room on the device.
+    - `path`: a folder on a disk. It may differ between ranks. `device_bytes`, `host_bytes`: what ``"auto"``
+      may take of this rank's device and host for parameters and state (host: by default nine tenths of what
+      is free, shared by the ranks of the machine).
     - `master`: ``"split"`` stores an fp32 master as the bf16 weight plus a 16-bit remainder: 2 bytes fewer,
       bit-exact.
     - `moments`: ``"int8"`` stores Adam's moments in blocks of 8-bit codes: 6 bytes fewer (`rounding`).
@@ -158,8 +167,8 @@ class Offload:
       parameter on the device during backward). Without it such a step is an error.
     - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
       work).
-    - `stages`, `stage_bytes`: the pinned staging ring between device and host; gradients go out in parts of
-      that size.
+    - `stages`, `stage_bytes`: the pinned staging ring between device and host, and between disk and host the
+      berths; gradients go out in parts of that size.
 
     Exact, except for 8-bit moments.
     """
@@ -172,19 +181,22 @@ class Offload:
     threads: int | None = None
     stages: int = 4
     stage_bytes: int = 64 * 2**20
+    path: str | None = field(default=None, repr=False)  # ranks compare what is shown
+    device_bytes: int | None = None
+    host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         known = {
-            "optimizer": ("device", "host"),
-            "parameters": ("device", "host"),
+            "optimizer": ("device", "host", "disk", "auto"),
+            "parameters": ("device", "host", "auto"),
             "master": ("plain", "split"),
             "moments": ("float32", "int8"),
         }
-        for field, values in known.items():
-            value = getattr(self, field)
+        for name, values in known.items():
+            value = getattr(self, name)
             if value not in values:
                 raise OptionError(
-                    f"Offload.{field}={value!r} is not one of "
+                    f"Offload.{name}={value!r} is not one of "
                     f"{', '.join(values)}.{did_you_mean(str(value), values)}"
                 )
         if self.optimizer == "device" and self.parameters == "device":
@@ -197,9 +209,40 @@ class Offload:
                 'Offload: master="split" and moments="int8" belong to the host update; they need '
                 'optimizer="host".'
             )
+        self._check_tiers()
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
         if self.stages < 2:
             raise OptionError(f"Offload.stages={self.stages}: at least two buckets must be in flight.")
+
+    def _check_tiers(self) -> None:
+        """Budgets and folders where they have a meaning, and only there."""
+        for name in ("device_bytes", "host_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, 0 if value == 0 else parse_bytes(value, f"Offload.{name}"))
+                if not self.automatic:
+                    raise OptionError(f'Offload.{name} is a limit for "auto", and nothing here is "auto".')
+        if self.automatic and self.device_bytes is None:
+            raise OptionError(
+                'Offload: "auto" needs device_bytes=, what parameters and optimizer state may take of the '
+                'device (such as "20GiB"); leave the rest for gradients and activations. zs.plan() tells '
+                "how much they need."
+            )
+        if self.path is not None:
+            object.__setattr__(self, "path", os.path.abspath(os.fspath(self.path)))
+        if self.optimizer == "disk" and self.path is None:
+            raise OptionError(
+                'Offload(optimizer="disk") needs path=, a folder on a disk with room for the state.'
+            )
+        if self.path is not None and self.optimizer not in ("disk", "auto"):
+            raise OptionError(
+                f'Offload(optimizer="{self.optimizer}") puts nothing on a disk: drop path=, or say "disk" or '
+                '"auto".'
+            )
+
+    @property
+    def automatic(self) -> bool:
+        return "auto" in (self.optimizer, self.parameters)
 
     @property
     def numerics(self) -> Numerics:
@@ -221,6 +264,7 @@ class Options:
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     offload: Offload | None = None
     clip_norm: float | None = None
+    sync: Sync = _EVERY_STEP
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -246,15 +290,21 @@ class Options:
             raise OptionError(
                 f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
             )
-        for field, known in (
+        check_sync(self.sync, self.stage)
+        if self.offload is not None and local_steps(self.sync):
+            raise OptionError(
+                "sync=Local(...) and offload= do not go together: local steps change whole parameters on the "
+                "device. Drop one of them; sync=Delayed() works with offload."
+            )
+        for name, known in (
             ("split", ("auto", "rows", "whole")),
             ("buffers", ("broadcast", "local")),
             ("transport", ("auto", "shm", "gloo", "nccl")),
         ):
-            value = getattr(self, field)
+            value = getattr(self, name)
             if value not in known:
                 raise OptionError(
-                    f"{field}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}"
+                    f"{name}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}"
                 )
 
     @classmethod
@@ -295,3 +345,4 @@ class OptionKeys(TypedDict, total=False):
     transport: Literal["auto", "shm", "gloo", "nccl"]
     offload: Offload | None
     clip_norm: float | None
+    sync: Sync

@@ -36,6 +36,7 @@ class Hooks:
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self.model, self.runtime = model, runtime
         self._undo: list[Callable[[], None]] = []
+        self.after_step: Callable[[], None] | None = None
 
     def install(self, recompute: list[str]) -> None:
         for unit in self.runtime.units:
@@ -125,7 +126,8 @@ class Hooks:
 
         @_uncompiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if runtime.buffers and runtime.sync and module.training and torch.is_grad_enabled():
+            together = runtime.sync and not runtime.pace.apart
+            if runtime.buffers and together and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
                     # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two
                     # forward passes.
@@ -166,7 +168,7 @@ class Hooks:
     # ------------------------------------------------------------------ optimizer
 
     def _on_optimizer(self, update: Update) -> None:
-        optimizer, runtime = update.optimizer, self.runtime
+        optimizer, runtime, hooks = update.optimizer, self.runtime, self
         own_step, own_zero, own_add = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -175,6 +177,8 @@ class Hooks:
                 with torch.enable_grad():
                     loss = closure()
             runtime.step(update, own_step)
+            if hooks.after_step is not None:
+                hooks.after_step()
             return loss
 
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -304,10 +308,10 @@ def _rows_for_loading(
 
 
 def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """A split master takes what is loaded in full precision; its home, the bf16 half, is then loaded with
-    itself."""
+    """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
+    with itself."""
     for param in runtime.params:
-        if param.remainder is not None:
+        if param.master is not None:
             for name in _names_of(runtime, module, param):
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor):

@@ -92,7 +92,7 @@ class HostUpdates:
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
         # 8-bit moments cannot be taken back to their exact codes, nor AMSGrad's maximum to the one before, so
         # they wait for the norm.
-        lossy = any(p.coded or getattr(p.state, "max_exp_avg_sq", None) is not None for p in self.parts)
+        lossy = any(p.coded or "max_exp_avg_sq" in p.form.dtypes() for p in self.parts)
         self._reversible = not (lossy and math.isfinite(clip_norm))
         # [Note: clipping without waiting]. Nothing is known of the first norm, and it often is the largest.
         self._early = not math.isfinite(clip_norm)
@@ -101,6 +101,9 @@ class HostUpdates:
         self._changed = threading.Condition()
         self._closing = False
         self._busy = threading.Semaphore(2)
+        self.paging = next((part.disk.paging for part in self.parts if part.disk is not None), None)
+        if self.paging is not None:
+            self.paging.failed = self._fail_at
         self._thread = threading.Thread(target=self._run, name="zeroshard-offload", daemon=True)
         self._thread.start()
         _alive.add(self)
@@ -147,7 +150,7 @@ class HostUpdates:
     def _start(self, part: Part, scale: float) -> None:
         """Make a part's update due."""
         assert part.flat is not None
-        part.taken = self._stretches_of(part, scale)
+        part.taken = part.stretches(scale)
         part.done.clear()
         job = _Job(part, part.flat, part.taken, self.copies.here())
         with self._changed:
@@ -162,49 +165,6 @@ class HostUpdates:
     def _weights_in(part: Part, stage: Stage) -> Tensor:
         return stage.view(
             part.weight_dtype, part.numel, 0 if part.in_place else part.numel * part.grad_dtype.itemsize
-        )
-
-    def _stretches_of(self, part: Part, scale: float) -> list[Stretch]:
-        """Parameters that no rank used are left out, as torch's optimizers leave out those without a
-        gradient."""
-        ends = [at for at, _ in part.spans[1:]] + [part.numel]
-        stretches: list[Stretch] = []
-        for index, ((start, _), end) in enumerate(zip(part.spans, ends, strict=True)):
-            if not part.used[index]:
-                continue
-            step = self._step_of(part, part.steps[index] + 1, scale)
-            if stretches and stretches[-1].stop == start and stretches[-1].step == step:
-                stretches[-1] = Stretch(stretches[-1].start, end, step)
-            else:
-                stretches.append(Stretch(start, end, step))
-        return stretches
-
-    @staticmethod
-    def _step_of(part: Part, count: int, scale: float) -> AdamStep | SgdStep:
-        group = part.group
-        lr = float(group["lr"])
-        if isinstance(part.state, AdamRows):
-            beta1, beta2 = (float(b) for b in group["betas"])
-            return AdamStep(
-                lr=lr,
-                step=count,
-                beta1=beta1,
-                beta2=beta2,
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                decoupled=bool(group["decoupled_weight_decay"]),
-                maximize=bool(group["maximize"]),
-                grad_scale=scale,
-            )
-        return SgdStep(
-            lr=lr,
-            momentum=float(group["momentum"]),
-            dampening=float(group["dampening"]),
-            first=count == 1,
-            weight_decay=float(group["weight_decay"]),
-            nesterov=bool(group["nesterov"]),
-            maximize=bool(group["maximize"]),
-            grad_scale=scale,
         )
 
     # ------------------------------------------------------------------ worker side
@@ -246,8 +206,9 @@ class HostUpdates:
 
     def _stage(self, job: _Job) -> _Staged:
         """Send a part's gradient to the host; with a split master its weights too, which are the master's
-        other half."""
+        other half. State that rests on the disk is read meanwhile."""
         part, stage = job.part, self.ring.take()
+        part.fetch()
         to, of = [stage.view(part.grad_dtype, part.numel)], [job.flat[: part.numel]]
         if part.splits:
             weights = self._weights_in(part, stage)
@@ -263,6 +224,7 @@ class HostUpdates:
         """
         part, stage = staged.job.part, staged.stage
         staged.arrived.wait_on_host()
+        part.arrive()
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(part, stage)
         share = min(SHARE, max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK))
         shares = [
@@ -296,6 +258,7 @@ class HostUpdates:
 
     def _finish(self, staged: _Staged, weight: Tensor) -> None:
         part = staged.job.part
+        part.leave()
         moved = [
             (t, weight[at : at + n])
             for t, (at, n), used in zip(part.targets, part.spans, part.used, strict=True)
@@ -308,9 +271,14 @@ class HostUpdates:
 
     def _fail(self, part: Part | None, error: BaseException) -> None:
         """Keep an error for the training thread, and wake whoever waits for what will not come."""
+        self._fail_at(part.label if part is not None else "a part", error)
+
+    def _fail_at(self, label: str, error: BaseException) -> None:
         if self._failure is None:
-            self._failure = (part.label if part is not None else "a part", error)
+            self._failure = (label, error)
         self.ring.fail(error)
+        if self.paging is not None:
+            self.paging.fail(label, error)
         self._busy.release()
         with self._changed:
             self._changed.notify_all()
@@ -331,7 +299,7 @@ class HostUpdates:
             self.counts["late"] += 1
             for part in reversed(waiting):  # newest first: the first unit of the forward is done first
                 self._start(part, scale)
-        elif scale < 1.0 and waiting:
+        elif not scale >= 1.0 and waiting:  # a NaN spoils the weights, as with torch's own clipping
             self._redo(waiting, scale)
         else:
             self.counts["early"] += 1
@@ -351,7 +319,7 @@ class HostUpdates:
 
     def _check_unchanged(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            if part.taken is not None and part.taken != self._stretches_of(part, 1.0):
+            if part.taken is not None and part.taken != part.stretches(1.0):
                 raise StateError(
                     f"hyperparameters of `{part.params[0].name}` changed between backward and "
                     "optimizer.step(), and the update "
@@ -373,8 +341,9 @@ class HostUpdates:
             assert part.taken is not None
             assert part.flat is not None
             part.ready.wait_on_host()
-            for run in part.taken:
-                take_back(part, part.flat[: part.numel].cpu(), run)
+            with part.lent(write=True):
+                for run in part.taken:
+                    take_back(part, part.flat[: part.numel].cpu(), run)
             self._start(part, scale)
 
     @property
@@ -396,12 +365,14 @@ class HostUpdates:
                         "wanted inside run.no_sync(), or pass a finite clip_norm and Offload(undo=True)."
                     )
                 part.ready.wait_on_host()
-                for run in part.taken:
-                    take_back(part, part.flat[: part.numel].cpu(), run)
-                if part.state.master is not None:
-                    part.ready = self.copies.back(
-                        part.targets, [part.state.master[at : at + n] for at, n in part.spans]
-                    )
+                with part.lent(write=True):
+                    for run in part.taken:
+                        take_back(part, part.flat[: part.numel].cpu(), run)
+                    if (master := part.rows.master) is not None:
+                        part.ready = self.copies.back(
+                            part.targets, [master[at : at + n] for at, n in part.spans]
+                        )
+                        part.ready.wait_on_host()
             part.flat = part.squares = part.taken = None
 
     # ------------------------------------------------------------------ forward
@@ -414,9 +385,18 @@ class HostUpdates:
         part.ready.wait_on_device()
 
     def drain(self) -> None:
+        """Wait for the weights of all parts."""
         for part in self.parts:
             self.wait(part)
             part.ready.wait_on_host()
+
+    def settle(self) -> None:
+        """Wait for all that was begun: the weights, and what is written to the disk."""
+        self.drain()
+        for part in self.parts:
+            if part.disk is not None:
+                part.disk.paging.settle(part.disk.page)
+        self.check()
 
     def check(self) -> None:
         """Raise in the training thread what failed in a worker."""

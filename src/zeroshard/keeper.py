@@ -3,21 +3,26 @@ still being read."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from .checkpoint.agree import AgreedError, on_first
 from .checkpoint.background import PendingSave, Saver
 from .checkpoint.loading import load
-from .checkpoint.manifest import read_manifest
+from .checkpoint.manifest import NAME, read_manifest
 from .checkpoint.records import Peers, Saved, Snapshot
+from .checkpoint.shelf import clean, latest
+from .checkpoint.wording import some
 from .errors import CheckpointError, ZeroShardError
 from .resume import adopt, targets_of
 from .runtime import Runtime
 from .snapshot import Company, refuse_untimely, snapshot_of, untimely
 
+log = logging.getLogger("zeroshard")
 Path = str | os.PathLike[str]
 
 
@@ -67,6 +72,17 @@ class Keeper:
             runtime.changed()
         return adopt(runtime, self.model, targets, loaded, company)
 
+    def newest(self, folder: Path) -> str | None:
+        """The checkpoint to go on from, as rank 0 sees it; the same, or the same error, on every rank."""
+        self.finish()
+        root = os.path.abspath(folder)
+        try:
+            found = on_first(self._saver.peers, f"looking for checkpoints in {root}", lambda: _newest(root))
+        except AgreedError as error:
+            raise CheckpointError(str(error)) from error
+        assert found is None or isinstance(found, str)
+        return found
+
     def finish(self) -> None:
         """Wait for a background save. How it failed was logged, and the next save tells it."""
         if self._made is not None and self._made.pending is not None:
@@ -75,3 +91,21 @@ class Keeper:
                 self._made.pending.wait()
             except ZeroShardError:
                 return
+
+
+def _newest(root: str) -> str | None:
+    """Training must not begin afresh beside checkpoints that cannot be read: a person decides that."""
+    clean(root)
+    found = latest(root)
+    if found is not None:
+        log.info("going on from %s", found)
+        return str(found)
+    names = sorted(entry.name for entry in os.scandir(root)) if os.path.isdir(root) else []
+    broken = [n for n in names if not n.startswith(".") and os.path.lexists(os.path.join(root, n, NAME))]
+    if broken:
+        raise CheckpointError(
+            f"{root} holds no checkpoint that can be loaded, but {some(broken)}: damaged, or written by a "
+            f"newer release. `zeroshard verify {os.path.join(root, broken[-1])}` says which; move them away "
+            "to begin afresh."
+        )
+    return None

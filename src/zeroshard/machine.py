@@ -24,7 +24,9 @@ class Machine:
       node together.
     - `pcie`: bytes a second between host and device, each way. `link`: between devices of a node.
       `network`: a device's share of what its node sends to others.
-    - `node`: devices of one node.
+    - `node`: devices of one node. `latency`: seconds that an exchange takes beside its bytes.
+    - `margin`, `workspace`: what the device's allocator takes beside what is asked of it, as a share of it
+      and in bytes; measured (see `measure`), and zero where nothing was.
     """
 
     name: str
@@ -38,6 +40,9 @@ class Machine:
     host_rate: float = 200e9
     node: int = 8
     efficiency: float = 0.45
+    latency: float = 20e-6
+    margin: float = 0.0
+    workspace: int = 0
     source: str = ""
 
 

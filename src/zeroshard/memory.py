@@ -15,7 +15,8 @@ from functools import cached_property
 
 from .config import Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
-from .shapes import BLOCK, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
+from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
+from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
 
 RING = 3  # wires in flight from stage 2 on, as in `build`
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
@@ -32,6 +33,22 @@ class Setup:
     rules: tuple[Rule, ...] = (Rule(),)
     rank: int = 0
     overlaps: bool = True
+    placement: Placement | None = None  # decided already; else `places` decides
+
+    @cached_property
+    def places(self) -> Placement:
+        """The tier of every unit."""
+        offload, labels = self.options.offload, [unit.label for unit in self.units]
+        if self.placement is not None:
+            return self.placement
+        if offload is None:
+            return Placement.uniform(labels, "device")
+        if offload.optimizer != "auto" and offload.parameters != "auto":
+            return Placement.uniform(labels, offload.optimizer, offload.parameters)
+        return placed(self)
+
+    def place(self, bundle: Bundle) -> Place:
+        return self.places[bundle.unit or ROOT]
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -50,24 +67,48 @@ class Setup:
             result |= {slot.name: slot for slot in made}
         return result
 
+    def streams(self, bundle: Bundle) -> bool:
+        """Whether its compute weights rest off the device."""
+        return self.place(bundle).parameters != "device"
+
+    def keeps(self, bundle: Bundle) -> bool:
+        """Whether its leaves are always whole on the device."""
+        return not self.streams(bundle) and (not self.options.shards_params or self.world == 1)
+
     @property
     def streamed(self) -> bool:
-        return self.options.offload is not None and self.options.offload.parameters == "host"
+        """Whether any weights rest off the device."""
+        return any(self.streams(bundle) for bundle in self.bundles)
 
     @property
     def resident(self) -> bool:
-        """Whether leaves are always whole on the device."""
-        return not self.streamed and (not self.options.shards_params or self.world == 1)
-
-    def recomputes(self, unit: str) -> bool:
-        wanted = self.options.recompute
-        return bool(unit) and (
-            wanted if isinstance(wanted, bool) else any(fnmatchcase(unit, pattern) for pattern in wanted)
-        )
+        """Whether all leaves are always whole on the device."""
+        return all(self.keeps(bundle) for bundle in self.bundles)
 
     @property
     def on_host(self) -> bool:
-        return self.options.offload is not None and self.options.offload.optimizer == "host"
+        """Whether any state rests off the device."""
+        return any(place.optimizer != "device" for place in self.places)
+
+    def recomputes(self, unit: str) -> bool:
+        return unit in self._recomputed
+
+    @cached_property
+    def _recomputed(self) -> frozenset[str]:
+        wanted, names = self.options.recompute, [unit.name for unit in self.units if unit.name]
+        if isinstance(wanted, bool):
+            return frozenset(names if wanted else ())
+        exact = set(wanted)
+        patterns = [pattern for pattern in wanted if any(mark in pattern for mark in "*?[")]
+        return frozenset(n for n in names if n in exact or any(fnmatchcase(n, p) for p in patterns))
+
+    def state_rest(self, bundle: Bundle) -> Rest:
+        return self.place(bundle).optimizer
+
+    def own_master(self, bundle: Bundle) -> bool:
+        """Whether there is a master on the device beside the compute weights."""
+        differs = bundle.master != bundle.compute or self.streams(bundle)
+        return differs and self.state_rest(bundle) == "device"
 
     @property
     def align(self) -> int:
@@ -103,12 +144,13 @@ class Setup:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """What the host keeps, in the order in which it is made."""
-        if not self.on_host:
-            return []
+        """What rests off the device, in the order in which it is made."""
         offload, result = self.options.offload, []
-        assert offload is not None
+        if offload is None:
+            return []
         for bundle in self.bundles:
+            if self.state_rest(bundle) == "device":
+                continue
             groups: dict[int, list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
@@ -129,6 +171,8 @@ class Setup:
                             bundle.compute,
                             bundle.master,
                             self.rules[number],
+                            bundle.unit,
+                            self.state_rest(bundle),
                         )
                     )
         return result
@@ -175,6 +219,13 @@ class Setup:
     def held(self) -> Buffers:
         """`buffers_of` this, reckoned once."""
         return buffers_of(self)
+
+    def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
+        """The same with other units recomputed: of all bytes only those of gathered units depend on it."""
+        made = replace(self, options=replace(self.options, recompute=recompute))
+        shared = {name: getattr(self, name) for name in ("places", "slots", "bundles", "parts", "buckets")}
+        made.__dict__.update(shared, held=replace(self.held, gathered=gathered(made)))
+        return made
 
     def _grad_slot(self, weight: Weight) -> Slot:
         slot = self.slots[weight.name]
@@ -224,16 +275,13 @@ def buffers_of(setup: Setup) -> Buffers:
 
 
 def _weights(setup: Setup) -> Buffers:
-    rank, parameters, state = setup.rank, 0, 0
+    rank, total = setup.rank, Buffers()
     for bundle in setup.bundles:
-        parameters += WIDTHS[bundle.compute] * (bundle.full if setup.resident else bundle.body(rank))
-        if bundle.master != bundle.compute and not setup.on_host:
-            state += WIDTHS[bundle.master] * bundle.body(rank)
-    return (
-        Buffers(host=parameters, state=state)
-        if setup.streamed
-        else Buffers(parameters=parameters, state=state)
-    )
+        size = WIDTHS[bundle.compute] * (bundle.full if setup.keeps(bundle) else bundle.body(rank))
+        total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
+        if setup.own_master(bundle):
+            total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
+    return total
 
 
 def _gradients(setup: Setup) -> Buffers:
@@ -269,28 +317,82 @@ def _gradients(setup: Setup) -> Buffers:
 
 def _host(setup: Setup) -> Buffers:
     offload = setup.options.offload
-    if offload is None or not setup.on_host:
-        return Buffers(host=_moments(setup, host=True))
-    host, native = 0, []
+    moments = _moments(setup, host=True)
+    if offload is None:
+        return Buffers(host=moments)
+    int8, host, disk, native = offload.moments == "int8", 0, [], []
     for part in setup.parts:
         landed = setup.grad_dtypes(part.weights[0])[1]
-        host += part.state_bytes(offload.moments == "int8")
         if part.native:
             native.append(part.stage_bytes(landed))
+        if part.rest == "disk":
+            disk.append(part.disk_bytes(int8))
         else:
-            host += part.numel * WIDTHS[landed]
+            host += part.state_bytes(int8) + (0 if part.native else part.numel * WIDTHS[landed])
     staging = min(offload.stages, len(native) + 1) * aligned(max(native), 64) if native else 0
-    return Buffers(host=host + _moments(setup, host=True), staging=staging)
+    berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
+    return Buffers(host=host + berths + moments, staging=staging, disk=sum(disk))
 
 
-def _moments(setup: Setup, host: bool) -> int:
+def placed(setup: Setup) -> Placement:
+    """What ``auto`` comes to: every unit's bytes in each tier, within the budgets of the options."""
+    offload = setup.options.offload
+    assert offload is not None
+    labels = [unit.label for unit in setup.units]
+
+    def there(rest: Rest) -> Setup:
+        return replace(
+            setup, placement=Placement.uniform(labels, rest, "device" if rest == "device" else "host")
+        )
+
+    near, host, disk = there("device"), there("host"), there("disk")
+    by_rows = setup.world > 1 and not setup.options.shards_params  # streams no parameters
+    demands = []
+    for unit in setup.units:
+        weights = [_weight_bytes(way, unit.name) for way in (near, host, disk)]
+        state = [_state_bytes(way, unit.name) for way in (near, host, disk)]
+        demands.append(Demand(unit.label, Bytes(*state), Bytes(*weights)))
+    whole = _host(disk)
+    buffering = Buffering(
+        gathered(host) if setup.world == 1 else 0, _host(host).staging, whole.host - _moments(disk, host=True)
+    )
+    wish = Wish(offload.optimizer, offload.parameters, ("device",) if by_rows else ("device", "host"))
+    budget = Budget(offload.device_bytes, offload.host_bytes, None if offload.path is not None else 0)
+    return arrange(demands, budget, wish, buffering)
+
+
+def _weight_bytes(setup: Setup, unit: str) -> int:
+    return sum(
+        WIDTHS[b.compute] * (b.full if setup.keeps(b) else b.body(setup.rank))
+        for b in setup.bundles
+        if b.unit == unit
+    )
+
+
+def _state_bytes(setup: Setup, unit: str) -> int:
+    """Master and moments of one unit, in the tier that this setup puts them in."""
+    offload = setup.options.offload
+    assert offload is not None
+    int8, total = offload.moments == "int8", 0
+    for part in setup.parts:
+        if part.unit == unit:
+            landed = WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
+            size = part.disk_bytes(int8) if part.rest == "disk" else part.state_bytes(int8)
+            total += size + (0 if part.native else part.numel * landed)
+    masters = sum(
+        WIDTHS[b.master] * b.body(setup.rank) for b in setup.bundles if b.unit == unit and setup.own_master(b)
+    )
+    rest = setup.places[unit or ROOT].optimizer
+    return total + masters + _moments(setup, host=rest != "device", unit=unit)
+
+
+def _moments(setup: Setup, host: bool, unit: str | None = None) -> int:
     """State that torch's own optimizer makes at its first step, beside the rows that it updates. Scalars
     are not counted."""
     total = 0
     native = {w.name for part in setup.parts if part.native for w in part.weights}
     for bundle in setup.bundles:
-        there = setup.on_host or (setup.streamed and bundle.compute == bundle.master)
-        if there == host:
+        if (setup.state_rest(bundle) != "device") == host and unit in (None, bundle.unit):
             for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
                 if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
                     total += slot.held(setup.rank) * WIDTHS[bundle.master] * setup.rules[weight.rule].moments
@@ -304,13 +406,12 @@ def gathered(setup: Setup) -> int:
     comes, and gathers run `prefetch` units ahead where the transport overlaps. A recomputed unit comes
     before the one above it has gone.
     """
-    if setup.resident:
-        return 0
     order, lent = [unit.name for unit in setup.units], dict[str, None]()
     sizes = {name: Counter[tuple[int, str]]() for name in order}
     most = Counter[tuple[int, str]]()
     for bundle in setup.bundles:
-        sizes[bundle.unit][bundle.full, bundle.compute] += 1
+        if not setup.keeps(bundle):
+            sizes[bundle.unit][bundle.full, bundle.compute] += 1
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
 
     def take(names: Sequence[str]) -> None:
@@ -325,12 +426,15 @@ def gathered(setup: Setup) -> int:
         take(order[place : place + 1 + ahead])
         if name != order[0] and place < len(order) - 1:
             del lent[name]
+    above: str | None = None
     for place in reversed(range(len(order))):
-        above = order[place + 1] if 0 < place + 1 < len(order) else None
+        if not sizes[order[place]]:
+            continue  # always whole: backward does not notice it
         coming = order[max(place - ahead, 0) : place + 1][::-1]
         if setup.recomputes(order[place]):
             take(coming)
         if above is not None and above != order[0]:
             lent.pop(above, None)
         take(coming)
+        above = order[place]
     return sum(count * numel * WIDTHS[dtype] for (numel, dtype), count in most.items())

@@ -11,6 +11,13 @@ from .comm import Transport
 from .shard import Param
 
 
+def clip_scale(limit: float, norm: float) -> float:
+    """What clipping multiplies gradients by, as torch's `clip_grad_norm_` does: a NaN stays one, so that it
+    spoils the weights instead of passing for a small norm."""
+    scale = limit / (norm + 1e-6)
+    return 1.0 if scale > 1.0 else scale
+
+
 def global_norm(
     grads: list[tuple[Param, Tensor]], squares: list[Tensor], transport: Transport | None
 ) -> float:

@@ -49,13 +49,13 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class Rests:
     """Where a bundle rests. `resident`: its leaves are always whole on the device. `state` and `rows` name
     a tier."""
 
     resident: bool
-    state: Literal["device", "host"] = "device"
-    rows: Literal["device", "host"] = "device"
+    state: Literal["device", "host", "disk"] = "device"
+    rows: Literal["device", "host", "disk"] = "device"
 
 
 class Bundle:
@@ -66,14 +66,14 @@ class Bundle:
         key: str,
         pack: Pack,
         dtypes: tuple[torch.dtype, torch.dtype],
-        placement: Placement,
+        rests: Rests,
         transport: Transport,
         pool: Pool,
         ledger: Ledger,
         copies: Copies,
     ) -> None:
-        self.key, self.pack, self.placement, self.copies = key, pack, placement, copies
-        resident = self.resident = placement.resident
+        self.key, self.pack, self.rests, self.copies = key, pack, rests, copies
+        resident = self.resident = rests.resident
         self.dtype, self.master_dtype = dtypes
         self.transport, self.pool = transport, pool
         self.params: list[Param] = []
@@ -98,17 +98,19 @@ class Bundle:
         # Where the transport's memory is not on our device (two ranks on one GPU), the region is a mirror.
         own = self.region.mine if self.region is not None and self.region.mine.device == device else None
         self._mirrored = self.region is not None and own is None
-        if self.placement.rows == "host" and (own is None or own.device.type != "cpu"):
+        if self.rests.rows == "host" and (own is None or own.device.type != "cpu"):
             store = pinned(size * self.dtype.itemsize, device).view(self.dtype)
         else:
             store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
         self.full: Tensor | None = store if self.resident else None
         self.rows: Tensor | None = None if self.resident else store
         ledger.book(
-            "host" if store.device != device or self.placement.rows == "host" else "parameters", store.nbytes
+            "host" if store.device != device or self.rests.rows == "host" else "parameters", store.nbytes
         )
         self.master: Tensor | None = None
-        if self.master_dtype != self.dtype and self.placement.state == "device":
+        # Rows that rest off the device are a copy of a master on it.
+        own_master = self.master_dtype != self.dtype or self.rests.rows != "device"
+        if own_master and self.rests.state == "device":
             self.master = torch.zeros(self.pack.body(rank), dtype=self.master_dtype, device=device)
             ledger.book("state", self.master.nbytes)
 
@@ -163,7 +165,7 @@ class Bundle:
                 self.rows[: self.master.numel()].copy_(self.master)
             else:
                 torch._foreach_copy_(self._compute, self._local)
-        elif self.placement.state == "host":
+        elif self.rests.state != "device":
             for index, (row, local) in enumerate(zip(self._compute, self._local, strict=True)):
                 if row.data_ptr() != local.data_ptr() and (written or index not in self.updated_by_host):
                     row.copy_(local)

@@ -1,11 +1,12 @@
-"""A part: the optimizer state of one bucket on the host, and how far its update has come.
+"""A part: the optimizer state of one bucket off the device, and how far its update has come.
 
 Tensors of a part (P elements: one bucket's rows on this rank, padded):
 
 - `flat`    gradient dtype, on the device: the reduced gradient, kept until the global norm is known.
 - `stage`   pinned bytes from the ring: the gradient on its way out, and in its place the new weight on its
   way back.
-- `state`   on the host, not pinned: fp32 master (or the 16-bit remainder of a split one) and moments.
+- `state`   in host memory, not pinned: fp32 master (or the 16-bit remainder of a split one) and moments.
+  Where the part rests on the disk, it is there only while it is updated: in a berth that `tier.paging` lends.
 - `targets` compute dtype, on the device or the host: this rank's rows of each parameter, which the next
   forward uses.
 """
@@ -13,16 +14,26 @@ Tensors of a part (P elements: one bucket's rows on this rank, padded):
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .native import AdamRows, AdamStep, SgdRows, SgdStep, moments8
+from .form import Array, Form
+from .native import AdamRows, AdamStep, SgdRows, SgdStep, join, moments8, split
 from .shard import Faces, Param
-from .tier import Mark
+from .tier import Mark, Page, Paging
+
+# Moments as torch's optimizers name them, and as the kernels do.
+MOMENTS = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "max_exp_avg_sq": "max_exp_avg_sq",
+    "momentum_buffer": "momentum",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,35 @@ class Stretch:
     step: AdamStep | SgdStep
 
 
+@dataclass(frozen=True)
+class OnDisk:
+    """A part's place on the disk."""
+
+    paging: Paging
+    page: Page
+
+
+class PagedMaster:
+    """The master rows of one parameter on the disk; see `shard.Master`."""
+
+    def __init__(self, disk: OnDisk, array: Array, at: int, weight: Tensor) -> None:
+        self._disk, self._array, self._at, self._weight = disk, array, at, weight.view(-1)
+        self._splits = array.dtype == torch.int16
+
+    def _where(self, start: int) -> int:
+        return self._array.offset + (self._at + start) * self._array.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> Tensor:
+        size = (stop - start) * self._array.dtype.itemsize
+        found = self._disk.paging.peek(self._disk.page, self._where(start), size).view(self._array.dtype)
+        return join(self._weight[start:stop].cpu(), found) if self._splits else found
+
+    def write(self, start: int, values: Tensor) -> None:
+        weight, stored = split(values) if self._splits else (values, values)
+        self._weight[start : start + values.numel()].copy_(weight)
+        self._disk.paging.poke(self._disk.page, self._where(start), stored)
+
+
 @dataclass
 class Part:
     """One bucket's update: where its gradient, state and weights are, and how far it has come."""
@@ -44,10 +84,12 @@ class Part:
     spans: list[tuple[int, int]]  # offset and length of each parameter's rows in the flat gradient
     numel: int
     group: dict[str, Any]  # the optimizer's, for its hyperparameters
-    state: AdamRows | SgdRows
+    form: Form
+    state: AdamRows | SgdRows | None  # None: on the disk
     targets: list[Tensor]  # flat
     grad_dtype: torch.dtype
     counted: list[bool]  # whether this rank counts the parameter towards the global norm
+    disk: OnDisk | None = None  # its place there, if it rests on the disk
     flat: Tensor | None = None
     squares: Tensor | None = None
     used: list[bool] = field(default_factory=list)
@@ -57,53 +99,161 @@ class Part:
 
     def __post_init__(self) -> None:
         self.done.set()
-        ends = [at for at, _ in self.spans[1:]] + [self.numel]
+        self._ends = [at for at, _ in self.spans[1:]] + [self.numel]
         self.gaps = [
-            (at + n, end) for (at, n), end in zip(self.spans, ends, strict=True) if at + n < end
+            (at + n, end) for (at, n), end in zip(self.spans, self._ends, strict=True) if at + n < end
         ]  # padding
         self.steps = [0] * len(self.params)  # updates that each parameter has had
         self._shares: dict[tuple[int, int], AdamRows | SgdRows] = {}
         self.shown_steps: list[Tensor] = []  # the same, as `optimizer.state` shows it
 
+    # ------------------------------------------------------------------ the state, wherever it rests
+
+    @property
+    def rows(self) -> AdamRows | SgdRows:
+        """The state, which is in memory now."""
+        assert self.state is not None
+        return self.state
+
+    def fetch(self) -> None:
+        """The state will be needed: start to read it, if it rests on the disk."""
+        if self.disk is not None:
+            self.disk.paging.fetch(self.disk.page)
+
+    def arrive(self) -> None:
+        """Wait until what was fetched is here."""
+        if self.disk is not None:
+            self.state = self.form.over(self.disk.paging.memory(self.disk.page), self.numel)
+
+    def leave(self, written: bool = True) -> None:
+        """The state is not needed any more: start to write it, if it rests on the disk."""
+        if self.disk is not None:
+            self.state = None
+            (self.disk.paging.store if written else self.disk.paging.drop)(self.disk.page)
+
+    @contextmanager
+    def lent(self, write: bool = False) -> Iterator[None]:
+        """The state is in memory for the length of a block."""
+        self.fetch()
+        self.arrive()
+        try:
+            yield
+        except BaseException:
+            self.leave(written=False)
+            raise
+        self.leave(write)
+
     def share(self, start: int, stop: int) -> AdamRows | SgdRows:
         """The state of some elements; cut once, as the same shares are asked for every step."""
+        if self.disk is not None:
+            return self.rows.rows(start, stop)  # in another berth every time
         found = self._shares.get((start, stop))
         if found is None:
-            found = self._shares[start, stop] = self.state.rows(start, stop)
+            found = self._shares[start, stop] = self.rows.rows(start, stop)
         return found
 
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Some elements of one array of the state; a copy where it rests on the disk."""
+        if self.disk is None:
+            found: Tensor = getattr(self.rows, name)[start:stop]
+            return found
+        array, width = self._array(name), self._array(name).dtype.itemsize
+        at = array.offset + start * width
+        return self.disk.paging.peek(self.disk.page, at, (stop - start) * width).view(array.dtype)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        if self.disk is None:
+            getattr(self.rows, name)[start : start + values.numel()].copy_(values)
+            return
+        array = self._array(name)
+        at = array.offset + start * array.dtype.itemsize
+        self.disk.paging.poke(self.disk.page, at, values.to(array.dtype))
+
+    def _array(self, name: str) -> Array:
+        return self.form.arrays(self.numel)[name]
+
+    # ------------------------------------------------------------------ steps
+
+    def stretches(self, scale: float) -> list[Stretch]:
+        """What the next update does. Parameters that no rank used are left out, as torch's optimizers leave
+        out those without a gradient."""
+        found: list[Stretch] = []
+        for index, ((start, _), end) in enumerate(zip(self.spans, self._ends, strict=True)):
+            if not self.used[index]:
+                continue
+            step = self._step(self.steps[index] + 1, scale)
+            if found and found[-1].stop == start and found[-1].step == step:
+                found[-1] = Stretch(found[-1].start, end, step)
+            else:
+                found.append(Stretch(start, end, step))
+        return found
+
+    def _step(self, count: int, scale: float) -> AdamStep | SgdStep:
+        group = self.group
+        lr = float(group["lr"])
+        if self.form.kind == "adam":
+            beta1, beta2 = (float(b) for b in group["betas"])
+            return AdamStep(
+                lr=lr,
+                step=count,
+                beta1=beta1,
+                beta2=beta2,
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled=bool(group["decoupled_weight_decay"]),
+                maximize=bool(group["maximize"]),
+                grad_scale=scale,
+            )
+        return SgdStep(
+            lr=lr,
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            first=count == 1,
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group["maximize"]),
+            grad_scale=scale,
+        )
+
+    # ------------------------------------------------------------------ as others see it
+
+    @property
+    def visible(self) -> bool:
+        """Whether `optimizer.state` shows the moments themselves: they are fp32, and in memory."""
+        return self.disk is None and not self.coded
+
     def shown(self, index: int, moments: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """One parameter's state as torch's optimizer names it. 8-bit moments are shown where they come
-        decoded."""
+        """One parameter's state as torch's optimizer names it. Moments that are 8-bit or on the disk are
+        shown where they come along."""
         at, n = self.spans[index]
-        found = {"step": self.shown_steps[index]} if isinstance(self.state, AdamRows) else {}
-        flat = moments if moments is not None else {} if self.coded else self._moments()
+        found = {"step": self.shown_steps[index]} if self.form.kind == "adam" else {}
+        flat = moments if moments is not None else self._moments() if self.visible else {}
         return found | {
             key: tensor[at : at + n].view(self.params[index].local.shape) for key, tensor in flat.items()
         }
 
+    @property
+    def moments(self) -> dict[str, str]:
+        """The moments that this part has: torch's name → the kernels'."""
+        return {shown: name for shown, name in MOMENTS.items() if name in self.form.dtypes()}
+
     def _moments(self) -> dict[str, Tensor]:
-        names = {
-            "exp_avg": "exp_avg",
-            "exp_avg_sq": "exp_avg_sq",
-            "max_exp_avg_sq": "max_exp_avg_sq",
-            "momentum": "momentum_buffer",
-        }
-        found = {shown: getattr(self.state, name, None) for name, shown in names.items()}
-        return {shown: tensor for shown, tensor in found.items() if tensor is not None}
+        return {shown: getattr(self.rows, name) for shown, name in self.moments.items()}
 
     def decoded(self) -> dict[str, Tensor]:
-        """The moments in fp32, flat; the state's own memory unless they are 8-bit."""
-        if not self.coded:
-            return self._moments()
-        assert isinstance(self.state, AdamRows)
-        assert self.state.scales is not None
-        pair = moments8.decode(self.state.exp_avg, self.state.exp_avg_sq, self.state.scales)
-        return dict(zip(("exp_avg", "exp_avg_sq"), (t.reshape(-1) for t in pair), strict=True))
+        """The moments in fp32, flat; the state's own memory unless they are 8-bit or on the disk."""
+        with self.lent():
+            found = self._moments()
+            if not self.coded:
+                return found if self.disk is None else {key: t.clone() for key, t in found.items()}
+            assert isinstance(self.rows, AdamRows)
+            assert self.rows.scales is not None
+            pair = moments8.decode(self.rows.exp_avg, self.rows.exp_avg_sq, self.rows.scales)
+            return dict(zip(("exp_avg", "exp_avg_sq"), (t.reshape(-1) for t in pair), strict=True))
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Take over what was loaded for each parameter; what is missing was never updated."""
-        flat = {key: torch.zeros_like(tensor) for key, tensor in self.decoded().items()}
+        flat = {key: torch.zeros(self.numel) for key in self.moments}
         for index, ((at, n), state) in enumerate(zip(self.spans, states, strict=True)):
             for key, tensor in flat.items():
                 if isinstance(state.get(key), Tensor):
@@ -111,25 +261,42 @@ class Part:
             # SGD keeps no count; whether there was a first step is all that it needs.
             self.steps[index] = int(state.get("step", isinstance(state.get("momentum_buffer"), Tensor)))
             self.shown_steps[index].fill_(self.steps[index])
-        if self.coded:
-            assert isinstance(self.state, AdamRows)
-            assert self.state.scales is not None
-            codes = moments8.encode(flat["exp_avg"], flat["exp_avg_sq"], max(self.steps))
-            for stored, code in zip(
-                (self.state.exp_avg, self.state.exp_avg_sq, self.state.scales), codes, strict=True
-            ):
-                stored.copy_(code)
-        else:
-            for key, tensor in self._moments().items():
-                tensor.copy_(flat[key])
+        with self.lent(write=True):
+            if self.coded:
+                self.load_codes(moments8.encode(flat["exp_avg"], flat["exp_avg_sq"], max(self.steps)))
+            else:
+                for key, tensor in self._moments().items():
+                    tensor.copy_(flat[key])
+
+    def load_codes(self, codes: Sequence[Tensor]) -> None:
+        """8-bit moments and their scales, bit for bit. The state is in memory."""
+        assert isinstance(self.rows, AdamRows)
+        assert self.rows.scales is not None
+        for stored, code in zip(
+            (self.rows.exp_avg, self.rows.exp_avg_sq, self.rows.scales), codes, strict=True
+        ):
+            stored.copy_(code)
+
+    def clear(self, index: int) -> None:
+        """One parameter as before its first update."""
+        self.steps[index] = 0
+        self.shown_steps[index].zero_()
+        at, zeros = self.spans[index][0], torch.zeros(self._ends[index] - self.spans[index][0])
+        if not self.coded:
+            for name in self.moments.values():
+                self.write(name, at, zeros)
+            return
+        places = {"exp_avg": at, "exp_avg_sq": at, "scales": moments8.scale_count(at)}
+        for (name, start), codes in zip(places.items(), moments8.encode(zeros, zeros, 0), strict=True):
+            self.write(name, start, codes)
 
     @property
     def coded(self) -> bool:
-        return isinstance(self.state, AdamRows) and self.state.scales is not None
+        return self.form.coded
 
     @property
     def splits(self) -> bool:
-        return self.state.master is None
+        return self.form.splits
 
     @property
     def weight_dtype(self) -> torch.dtype:

@@ -1,19 +1,21 @@
-"""Builds what offloading needs: which parameters share a part, their state on the host, and the sinks of
-their gradients."""
+"""Builds what offloading needs: which parameters share a part, their state on the host or the disk, and the
+sinks of their gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .comm import Transport
 from .config import Offload, Options
-from .errors import OptionError
+from .errors import OptionError, TierError
+from .form import Form
 from .grad import Sink
 from .host import HostUpdates
 from .landing import HostGradients
@@ -21,10 +23,11 @@ from .layout import ALIGN, Slot, aligned, buckets
 from .native import AdamRows, SgdRows, Workers, allocate, usable_cores
 from .native.abi import BLOCK
 from .param import Bundle
-from .part import Part
+from .part import OnDisk, PagedMaster, Part
+from .placement import Rest
 from .pool import Ledger
-from .shard import Faces, Param
-from .tier import Copies, Ring
+from .shard import Faces, Master, Param, SplitMaster
+from .tier import Copies, Page, Paging, Ring, Scratch
 from .units import Tenant
 
 FAST = (Adam, AdamW, SGD)  # optimizers that the native kernels run
@@ -32,21 +35,24 @@ FAST = (Adam, AdamW, SGD)  # optimizers that the native kernels run
 
 @dataclass
 class Plot:
-    """Parameters of one bundle and one optimizer group whose state lies together on the host, before they
-    are `Param`s."""
+    """Parameters of one bundle and one optimizer group whose state lies together off the device, before they
+    are `Param`s. Planned from sizes alone; then filled."""
 
     names: list[str]
     spans: list[tuple[int, int]]
     numel: int
     optimizer: Optimizer
     group: dict[str, Any]
-    state: AdamRows | SgdRows | None  # None: the optimizer keeps its own
-    master: Tensor | None
-    targets: list[Tensor]
+    form: Form | None  # None: the optimizer keeps its own state
+    rest: Rest
+    state: AdamRows | SgdRows | None = None
+    master: Tensor | None = None
+    disk: OnDisk | None = None
+    targets: list[Tensor] = field(default_factory=list)
 
 
 class Host:
-    """Everything of one run that is placed on the host."""
+    """Everything of one run that rests off the device."""
 
     def __init__(
         self, options: Options, optimizers: Sequence[Optimizer], rank: int, copies: Copies, ledger: Ledger
@@ -64,99 +70,141 @@ class Host:
         self.align = BLOCK if options.offload.moments == "int8" else ALIGN
         self.owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
         self.plots: list[Plot] = []
-        self.remainders: dict[str, Tensor] = {}  # of split masters, by parameter
+        self.masters: dict[str, Master] = {}  # of parameters whose home is not the master itself
         self.parts: list[Part] = []
+        self.paging: Paging | None = None
+        self._plots_of: dict[str, list[Plot]] = {}  # by bundle
+        self._homes: list[tuple[Plot, list[Tensor]]] = []
         self._optimizer_of: dict[int, Optimizer] = {}  # by id(part)
         self.updates: HostUpdates | None = None
         _check(self.offload, options, optimizers)
 
     # ------------------------------------------------------------------ state
 
-    def locals_of(self, bundle: Bundle, tenants: Sequence[Tenant]) -> list[Tensor]:
-        """Make the host state of a bundle's trainable parameters; returns the master rows of all of its
-        parameters."""
-        compute = bundle.compute_views()
-        slots = dict(zip((t.name for t in tenants), bundle.pack.slots, strict=True))
-        index = {t.name: i for i, t in enumerate(tenants)}
-        result = list(compute)
+    def plan(
+        self,
+        key: str,
+        tenants: Sequence[Tenant],
+        slots: dict[str, Slot],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        rest: Rest,
+    ) -> None:
+        """Decide which parameters of a bundle share a part. Before anything is made, so that all sizes are
+        known when the first is."""
+        planned = self._plots_of.setdefault(key, [])
         groups: dict[int, list[Tenant]] = {}
         for tenant in tenants:
             if tenant.parameter.requires_grad and id(tenant.parameter) in self.owner:
                 groups.setdefault(id(self.owner[id(tenant.parameter)][1]), []).append(tenant)
         for members in groups.values():
-            sizes = [(t.name, t.parameter.numel() * bundle.dtype.itemsize) for t in members]
+            optimizer, group = self.owner[id(members[0].parameter)]
+            form = self._form(optimizer, group, dtypes)
+            if form is None and rest == "disk":
+                raise OptionError(self._slow(members[0].name, optimizer, dtypes[1]))
+            sizes = [(t.name, t.parameter.numel() * dtypes[0].itemsize) for t in members]
             for names in buckets(sizes, self.offload.stage_bytes):
-                optimizer, group = self.owner[id(tenants[index[names[0]]].parameter)]
-                plot = self._plot(
-                    names,
-                    [slots[n] for n in names],
-                    [compute[index[n]] for n in names],
-                    optimizer,
-                    group,
-                    bundle,
-                )
-                for name, (at, n) in zip(names, plot.spans, strict=True):
-                    if plot.state is not None:
-                        bundle.updated_by_host.add(index[name])
-                    if plot.master is not None:
-                        result[index[name]] = plot.master[at : at + n].view(compute[index[name]].shape)
-                    elif plot.state is not None and plot.state.remainder is not None:
-                        self.remainders[name] = plot.state.remainder[at : at + n]
-                self.plots.append(plot)
+                spans, at = [], 0
+                for name in names:
+                    held = slots[name].held(self.rank)
+                    spans.append((at, held))
+                    at += aligned(held, self.align)
+                planned.append(Plot(names, spans, at, optimizer, group, form, rest))
+
+    def open(self, transport: Transport) -> None:
+        """Make the scratch file, if anything was planned to rest on the disk. A rank without room for it
+        raises on all of them."""
+        planned = [
+            (plot, plot.form)
+            for plots in self._plots_of.values()
+            for plot in plots
+            if plot.rest == "disk" and plot.form is not None
+        ]
+        if not planned:
+            return
+        assert self.offload.path is not None
+        sizes = [form.nbytes(plot.numel) for plot, form in planned]
+        problem, scratch = None, None
+        try:
+            scratch = Scratch(self.offload.path, sum(sizes))
+        except TierError as error:
+            problem = str(error)
+        for rank, told in enumerate(transport.exchange(problem)):
+            if told is not None:
+                raise TierError(str(told) if transport.size == 1 else f"rank {rank}: {told}")
+        assert scratch is not None
+        self.paging = Paging(scratch, min(self.offload.stages, len(planned) + 1), max(sizes))
+        self.ledger.book("disk", scratch.nbytes)
+        self.ledger.book("host", self.paging.nbytes)
+        at = 0
+        for (plot, _), size in zip(planned, sizes, strict=True):
+            plot.disk = OnDisk(self.paging, Page(f"`{plot.names[0]}` … `{plot.names[-1]}`", at, size))
+            at += size
+
+    def locals_of(self, bundle: Bundle, tenants: Sequence[Tenant]) -> list[Tensor]:
+        """Make the state of a bundle's trainable parameters; returns what the homes of all of its parameters
+        are made of."""
+        compute = bundle.compute_views()
+        index = {t.name: i for i, t in enumerate(tenants)}
+        result = list(compute)
+        for plot in self._plots_of[bundle.key]:
+            weights = [compute[index[n]] for n in plot.names]
+            plot.targets = [weight.view(-1) for weight in weights]
+            self._fill(plot, bundle.master_dtype)
+            for name, (at, n), weight in zip(plot.names, plot.spans, weights, strict=True):
+                if plot.form is not None:
+                    bundle.updated_by_host.add(index[name])
+                if plot.master is not None:
+                    result[index[name]] = plot.master[at : at + n].view(weight.shape)
+                elif plot.disk is not None and plot.form is not None:
+                    array = next(iter(plot.form.arrays(plot.numel).values()))
+                    self.masters[name] = PagedMaster(plot.disk, array, at, weight)
+                elif plot.state is not None and plot.state.remainder is not None:
+                    self.masters[name] = SplitMaster(weight, plot.state.remainder[at : at + n])
+            self.plots.append(plot)
         return result
 
-    def _plot(
-        self,
-        names: list[str],
-        slots: list[Slot],
-        targets: list[Tensor],
-        optimizer: Optimizer,
-        group: dict[str, Any],
-        bundle: Bundle,
-    ) -> Plot:
-        spans, at = [], 0
-        for slot in slots:
-            spans.append((at, slot.held(self.rank)))
-            at += aligned(slot.held(self.rank), self.align)
-        fast = self.is_fast(optimizer, bundle.master_dtype)
-        splits = (
-            fast and self.offload.master == "split" and bundle.dtype == torch.bfloat16
-        )  # not what precision.keep names
-        state: AdamRows | SgdRows | None = None
-        if fast:
-            state = self._state(at, optimizer, group, splits)
-            master = state.master
-        else:
-            master = allocate(at, [bundle.master_dtype])[0]
-        self.ledger.book(
-            "host",
-            sum(t.nbytes for t in (vars(state).values() if state is not None else [master]) if t is not None),
-        )
-        return Plot(names, spans, at, optimizer, group, state, master, [t.view(-1) for t in targets])
+    def _fill(self, plot: Plot, master_dtype: torch.dtype) -> None:
+        """Memory for a plot that rests in host memory."""
+        if plot.disk is not None:
+            return
+        if plot.form is None:
+            plot.master = allocate(plot.numel, [master_dtype])[0]
+            self.ledger.book("host", plot.master.nbytes)
+            return
+        plot.state = plot.form.zeros(plot.numel)
+        plot.master = plot.state.master
+        self.ledger.book("host", sum(t.nbytes for t in vars(plot.state).values() if t is not None))
 
-    def is_fast(self, optimizer: Optimizer, master: torch.dtype) -> bool:
-        """Whether the native kernels run this optimizer, overlapped. It needs `clip_norm`, which promises
-        one step per backward."""
-        return (
-            self.options.clip_norm is not None
-            and type(optimizer) in FAST
-            and master == torch.float32
-            and not _scaled(self.options)
-        )
-
-    def _state(
-        self, numel: int, optimizer: Optimizer, group: dict[str, Any], splits: bool
-    ) -> AdamRows | SgdRows:
+    def _form(
+        self, optimizer: Optimizer, group: dict[str, Any], dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> Form | None:
+        """The state of the overlapped update, where the native kernels run this optimizer. That needs
+        `clip_norm`, which promises one step per backward."""
+        compute, master = dtypes
+        if (
+            self.options.clip_norm is None
+            or type(optimizer) not in FAST
+            or master != torch.float32
+            or _scaled(self.options)
+        ):
+            return None
+        splits = self.offload.master == "split" and compute == torch.bfloat16  # not what precision.keep names
         if type(optimizer) is SGD:
-            dtypes = [torch.int16 if splits else torch.float32] + [torch.float32] * bool(group["momentum"])
-            first, *rest = allocate(numel, dtypes)
-            return SgdRows(None if splits else first, first if splits else None, rest[0] if rest else None)
-        return AdamRows.zeros(
-            numel,
-            master="split" if splits else "fp32",
-            amsgrad=bool(group["amsgrad"]),
-            moments="int8" if self.offload.moments == "int8" else "fp32",
-        )
+            return Form("sgd", splits, extra=bool(group["momentum"]))
+        return Form("adam", splits, self.offload.moments == "int8", bool(group["amsgrad"]))
+
+    def _slow(self, name: str, optimizer: Optimizer, master: torch.dtype) -> str:
+        """Why a parameter's state cannot rest on the disk, and what to type."""
+        kind = type(optimizer).__name__
+        if self.options.clip_norm is None:
+            why, fix = "this run has no clip_norm=", "pass clip_norm= (math.inf to clip nothing)"
+        elif type(optimizer) not in FAST:
+            why, fix = f"it knows Adam, AdamW and SGD, not {kind}", 'pass optimizer="host"'
+        elif _scaled(self.options):
+            why, fix = "fp16 with its loss scaling rules it out", 'pass precision="bf16", or optimizer="host"'
+        else:
+            why, fix = f"its master is {master}, not fp32", 'pass optimizer="host"'
+        return f"state on the disk is updated by the overlapped host update, and for `{name}` {why}: {fix}."
 
     # ------------------------------------------------------------------ gradients and updates
 
@@ -168,8 +216,9 @@ class Host:
         result: dict[str, Sink] = {}
         for plot in self.plots:
             members = [params[name] for name in plot.names]
+            self._homes.append((plot, [p.home for p in members]))
             dtype = grad_dtypes[plot.names[0]]
-            if plot.state is None:
+            if plot.form is None:
                 flat = allocate(plot.numel, [dtype])[0]
                 self.ledger.book("host", flat.nbytes)
                 rows = [
@@ -186,10 +235,12 @@ class Host:
                 plot.spans,
                 plot.numel,
                 plot.group,
+                plot.form,
                 plot.state,
                 plot.targets,
                 dtype,
                 counts,
+                plot.disk,
             )
             self._show_state(plot, part)
             self.parts.append(part)
@@ -211,6 +262,16 @@ class Host:
 
     def parts_of(self, optimizer: Optimizer) -> list[Part]:
         return [part for part in self.parts if self._optimizer_of[id(part)] is optimizer]
+
+    def state_bytes(self) -> int:
+        """Bytes that `optimizer.state` has for parameters whose state rests off the device."""
+        states = (plot.optimizer.state.get(home, {}) for plot, homes in self._homes for home in homes)
+        return sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor) and t.dim())
+
+    def hidden_bytes(self) -> int:
+        """Bytes of moments that `optimizer.state` does not show, as torch would hold them."""
+        held = [part for part in self.parts if not part.visible]
+        return sum(4 * len(part.moments) * sum(n for _, n in part.spans) for part in held)
 
     def shown_bytes(self) -> int:
         """Bytes of the parts' state that `optimizer.state` shows."""
@@ -241,12 +302,12 @@ class Host:
                 optimizer.state[param.home] = part.shown(index)
 
     def show_decoded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """In `optimizer.state_dict()`: 8-bit moments as fp32."""
+        """In `optimizer.state_dict()`: 8-bit moments as fp32, and what is on the disk."""
         places = {
             id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
         for part in self.parts_of(optimizer):
-            if part.coded:
+            if not part.visible:
                 moments = part.decoded()
                 state_dict["state"] |= {
                     places[id(p.home)]: part.shown(i, moments) for i, p in enumerate(part.params)
@@ -276,6 +337,11 @@ class Host:
         threads = self.offload.threads or max(1, len(cores) - 2)
         clip = self.options.clip_norm if self.options.clip_norm is not None else math.inf
         self.updates = HostUpdates(self.parts, ring, self.copies, Workers(threads), clip, self.offload.undo)
+
+    def close(self) -> None:
+        """The scratch file goes; nothing reads it any more."""
+        if self.paging is not None:
+            self.paging.close()
 
 
 def _scaled(options: Options) -> bool:

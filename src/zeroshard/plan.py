@@ -4,8 +4,9 @@ torch."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +14,11 @@ from typing import Any, Literal
 from rich.console import Console, Group
 from rich.table import Table
 
-from .config import Numerics, Offload, Precision, Stage, show_bytes
+from . import config, policy
+from .config import Numerics, Options, Stage, show_bytes
 from .errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
 Placing = Literal["device", "state on host", "all on host"]
 
 
@@ -24,15 +26,20 @@ Placing = Literal["device", "state on host", "all on host"]
 class Candidate:
     """One way to run, and what it costs a rank.
 
-    - `device`: bytes at the fullest moment, which is `where`, made of `kinds`. `host`: bytes of host memory
-      of one rank.
+    - `recompute`: how many units are recomputed, of `units`. `lean`: small buckets, nothing gathered ahead.
+    - `device`: bytes at the fullest moment, which is `where`, made of `kinds`. `host`, `disk`: bytes of one
+      rank there. `lasting`: what a run books, by the kinds of `run.stats()`.
     - `sent`: bytes that a rank sends in a step, by kind. `seconds`: an estimate of the step's parts;
       `step`: of the whole.
+    - `settings`: the options of `shard`, all of them, as plain data.
     """
 
     stage: Stage
     placing: Placing
-    recompute: bool
+    precision: str
+    recompute: int
+    units: int
+    lean: bool
     device: int
     where: str
     kinds: dict[str, int]
@@ -41,55 +48,71 @@ class Candidate:
     seconds: dict[str, float]
     step: float
     fits: bool
+    settings: dict[str, Any]
+    lasting: dict[str, int] = field(default_factory=dict)
+    disk: int = 0
     numerics: Numerics = "exact"
 
     @property
     def label(self) -> str:
-        extra = [self.placing] if self.placing != "device" else []
-        return ", ".join([f"stage {self.stage}", *extra, *(["recompute"] if self.recompute else [])])
+        words = [f"stage {self.stage}"]
+        if self.placing != "device":
+            words.append(self.placing)
+        if self.recompute:
+            some = "" if self.recompute == self.units else f" {self.recompute} of {self.units}"
+            words.append(f"recompute{some}")
+        if self.lean:
+            words.append("lean")
+        if self.precision:
+            words.append(self.precision)
+        return ", ".join(words)
 
     @property
     def moving_parts(self) -> int:
         """What can go wrong: fewer is better where two are equally fast."""
-        return (
-            self.stage + 2 * ("device", "state on host", "all on host").index(self.placing) + self.recompute
-        )
+        placing = ("device", "state on host", "all on host").index(self.placing)
+        return self.stage + 2 * placing + bool(self.recompute) + self.lean
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What it has in common with others that differ in how they save memory only."""
+        return self.stage, self.placing, self.precision
 
 
 @dataclass(frozen=True)
 class Plan:
     """What was asked, what was chosen and why, and everything that was considered.
 
-    `zs.shard(model, optimizer, **plan.options())` runs it.
+    `zs.shard(model, optimizer, plan=plan)` carries it out, or says why it cannot.
+
+    - `weights`: every parameter's shape and dtype; `optimizer`: the rule of every parameter group;
+      `batch`: shapes of the example inputs. What a run must have in common with the plan.
+    - `shared`: the limit is for device and host tier together, which are one memory on the CPU.
     """
 
     model: str
     parameters: int
     ranks: int
+    ranks_per_node: int
     limit: int
     host_limit: int | None
+    disk_limit: int | None
     machine: str
-    settings: dict[str, Any]  # of `shard`, the stage apart
     chosen: Candidate
     candidates: tuple[Candidate, ...]
     reasons: tuple[str, ...] = ()
     imbalance: float = 0.0
+    shared: bool = False
+    weights: dict[str, str] = field(default_factory=dict)
+    optimizer: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
     format: int = field(default=FORMAT, compare=False)
 
     def options(self) -> dict[str, Any]:
         """The options of `shard` that carry the plan out."""
-        made = dict(self.settings)
-        if isinstance(made.get("precision"), dict):
-            made["precision"] = Precision(**made["precision"] | {"keep": tuple(made["precision"]["keep"])})
-        if isinstance(made.get("offload"), dict):
-            made["offload"] = Offload(**made["offload"])
-        return made | {"stage": self.chosen.stage}
+        return {name: from_plain(value) for name, value in self.chosen.settings.items()}
 
     # ------------------------------------------------------------------ JSON
-
-    def __post_init__(self) -> None:
-        # Tuples become lists in JSON: so from the start, and a plan equals itself read back.
-        object.__setattr__(self, "settings", json.loads(json.dumps(self.settings)))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False)
@@ -104,7 +127,8 @@ class Plan:
                 )
             data["chosen"] = Candidate(**data["chosen"])
             data["candidates"] = tuple(Candidate(**candidate) for candidate in data["candidates"])
-            data["reasons"] = tuple(data["reasons"])
+            for name in ("reasons", "optimizer", "batch"):
+                data[name] = tuple(data[name])
             return cls(**data)
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, PlanError):
@@ -118,7 +142,11 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"the plan {path} cannot be read: {error.strerror}.") from error
+        return cls.from_json(text)
 
     def diff(self, other: Plan) -> list[str]:
         """One line for every field that differs, deepest name first: ``chosen.stage: 2 → 3``. The other
@@ -126,14 +154,15 @@ class Plan:
         mine, theirs = asdict(self), asdict(other)
         for data in (mine, theirs):
             del data["candidates"]
-        return _differences("", mine, theirs)
+        return differences("", mine, theirs)
 
     # ------------------------------------------------------------------ for people
 
-    def show(self, console: Console | None = None) -> None:
-        """Print the candidates, the choice and its reasons."""
+    def show(self, console: Console | None = None, every: bool = True) -> None:
+        """Print the candidates, the choice and its reasons. `every=False`: of ways that differ in how they
+        save memory only, the best one."""
         console = console or Console(highlight=False)
-        console.print(self._text(console.width >= 120))
+        console.print(self._text(console.width >= 120, self.candidates if every else self._best()))
 
     def __str__(self) -> str:
         console = Console(file=StringIO(), width=140, highlight=False)
@@ -142,51 +171,110 @@ class Plan:
         assert isinstance(text, StringIO)
         return text.getvalue()
 
-    def _text(self, wide: bool) -> Group:
-        limits = f"{show_bytes(self.limit)} per device"
+    def _best(self) -> list[Candidate]:
+        """Of each family the fastest that fits, or the smallest; and the choice."""
+        best: dict[tuple[Any, ...], Candidate] = {}
+        for one in self.candidates:
+            best[one.family] = min(
+                one,
+                best.get(one.family, one),
+                key=lambda c: (c != self.chosen, not c.fits, c.step if c.fits else c.device),
+            )
+        return list(best.values())
+
+    @property
+    def title(self) -> str:
+        limits = f"{show_bytes(self.limit)} per {'rank' if self.shared else 'device'}"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks:,} ranks"
         if self.host_limit is not None:
             limits += f", {show_bytes(self.host_limit)} of host memory per node"
-        title = f"{self.model}: {self.parameters:,} parameters on {ranks} ({self.machine}), {limits}"
-        table = Table(title=title, title_justify="left", pad_edge=False)
+        if self.disk_limit is not None:
+            limits += f", {show_bytes(self.disk_limit)} of disk per node"
+        return f"{self.model}: {self.parameters:,} parameters on {ranks} ({self.machine}), {limits}"
+
+    def _text(self, wide: bool, shown: tuple[Candidate, ...] | list[Candidate]) -> Group:
+        table = Table(title=self.title, title_justify="left", pad_edge=False)
+        disk = any(one.disk for one in shown)
+        left = ("plan", "fits", "fullest at", "numerics")
+        more = ["fullest at", "numerics"] if wide else []
         for name in (
             "plan",
             "fits",
             "device",
             "host",
+            *(["disk"] if disk else []),
             "sent",
             "step, est.",
-            *(["fullest at", "numerics"] if wide else []),
+            *more,
         ):
-            table.add_column(
-                name,
-                justify="left" if name in ("plan", "fits", "fullest at", "numerics") else "right",
-                no_wrap=name != "plan",
-            )
-        for one in self.candidates:
+            table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "plan")
+        for one in shown:
             mark = "chosen" if one == self.chosen else "yes" if one.fits else "no"
             table.add_row(
                 one.label,
                 mark,
                 show_bytes(one.device),
                 show_bytes(one.host),
+                *([show_bytes(one.disk)] if disk else []),
                 show_bytes(sum(one.sent.values())),
                 f"{one.step:.3g} s" if one.step else "–",
                 *([one.where, one.numerics] if wide else []),
                 style="bold" if mark == "chosen" else "",
             )
-        made_of = ", ".join(
-            f"{kind} {show_bytes(size)}"
-            for kind, size in sorted(self.chosen.kinds.items(), key=lambda k: -k[1])
-            if size
-        )
-        return Group(table, f"{self.chosen.label}: {made_of}", *self.reasons)
+        return Group(table, f"{self.chosen.label}: {made_of(self.chosen.kinds)}", *self.reasons)
 
 
-def _differences(path: str, mine: Any, theirs: Any) -> list[str]:
+def made_of(kinds: Mapping[str, int], least: int = 1) -> str:
+    """``activations 1.2 GiB, gathered 300.0 MiB``, the largest first."""
+    ordered = sorted(kinds.items(), key=lambda kind: -kind[1])
+    return ", ".join(f"{kind} {show_bytes(size)}" for kind, size in ordered if size >= least)
+
+
+# ---------------------------------------------------------------------- options as plain data
+
+
+def to_plain(value: Any) -> Any:
+    """An option as JSON knows it. Records carry their type's name, so that a union of types comes back as
+    the right one; infinity is no number of JSON."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"type": type(value).__name__} | {
+            f.name: to_plain(getattr(value, f.name)) for f in fields(value)
+        }
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return {"type": "float", "value": str(value)}
+    return value
+
+
+def from_plain(value: Any) -> Any:
+    """The other way."""
+    if isinstance(value, list):
+        return tuple(from_plain(item) for item in value)
+    if not isinstance(value, Mapping):
+        return value
+    made = {name: from_plain(item) for name, item in value.items()}
+    kind = made.pop("type", None)
+    if kind == "float":
+        return float(made["value"])
+    found = getattr(config, str(kind), None) or getattr(policy, str(kind), None)
+    if found is None:
+        raise PlanError(f"this plan has an option of type {kind!r}, which this ZeroShard does not know.")
+    return found(**made)
+
+
+def settings_of(options: Options) -> dict[str, Any]:
+    """All options of `shard` as plain data, for a candidate."""
+    plain: dict[str, Any] = to_plain(options)
+    del plain["type"]
+    return plain
+
+
+def differences(path: str, mine: Any, theirs: Any) -> list[str]:
+    """One line for everything in which two pieces of plain data differ."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         lines = []
         for key in dict.fromkeys([*mine, *theirs]):
-            lines += _differences(f"{path}.{key}" if path else str(key), mine.get(key), theirs.get(key))
+            lines += differences(f"{path}.{key}" if path else str(key), mine.get(key), theirs.get(key))
         return lines
     return [] if mine == theirs else [f"{path}: {mine} → {theirs}"]

@@ -1,32 +1,39 @@
-"""A limit becomes a plan: every way to run is priced in bytes and seconds, and the fastest that fits is
-taken. No torch.
+"""The ways to run a model, each priced in bytes and seconds. No torch.
 
-Bytes come from `memory` and `timeline`. Seconds are an estimate from `machine`'s figures: what overlaps
-counts by its longest part.
+A *way* is a complete `Options`. Ways that share stage, placing and precision are a *family*: within it,
+memory is saved by recomputing units (as few as it takes) and by being *lean*: buckets no larger than the
+largest tensor, nothing gathered ahead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
-from .config import Offload, Options, Stage, show_bytes
-from .errors import PlanError
+from .config import Offload, Options, Precision, Stage
 from .machine import Machine
-from .memory import Setup, heaviest, imbalance
-from .plan import Candidate, Placing, Plan
+from .memory import Setup, heaviest
+from .plan import Candidate, Placing, settings_of
+from .pricing import seconds_of, sent_by_rank
 from .shapes import WIDTHS, Block, Rule
 from .timeline import Moment, Segment, peak_of, step_moments
 
 PLACINGS: tuple[Placing, ...] = ("device", "state on host", "all on host")
-EQUAL = 1.01  # two plans whose estimates are this close are equally fast
+
+Trace = Callable[[Options], tuple[Segment, ...]]
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is asked for. `traces`: segments of a step, by whether units are recomputed; empty:
-    activations are unknown."""
+    """What a plan is asked for.
+
+    - `options`: those that the user gave, and defaults. `stages`, `placings`, `precisions`, `recomputes`:
+      what may be chosen; `free`: names of other options that may be chosen.
+    - `trace`: the segments of a step under given options; without it activations are unknown.
+    - `shared`: device and host tier are one memory, of which a rank may use `limit`.
+    """
 
     model: str
     units: tuple[Block, ...]
@@ -36,11 +43,17 @@ class Question:
     limit: int
     machine: Machine
     host_limit: int | None = None  # of a node
+    disk_limit: int | None = None  # of a node
     inputs: int = 0
-    traces: dict[bool, tuple[Segment, ...]] = field(default_factory=dict)
+    trace: Trace | None = None
     stages: tuple[Stage, ...] = (0, 1, 2, 3)
     placings: tuple[Placing, ...] = PLACINGS
+    precisions: tuple[Precision | None, ...] | None = None
     recomputes: tuple[bool, ...] = (False, True)
+    free: frozenset[str] = frozenset(("prefetch", "bucket_bytes"))
+    overlaps: bool = True
+    shared: bool = False
+    setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parameters(self) -> int:
@@ -55,39 +68,83 @@ class Question:
         """Host memory of one rank."""
         return math.inf if self.host_limit is None else self.host_limit / self.ranks_per_node
 
-    def setup(self, stage: Stage, placing: Placing, recompute: bool) -> Setup:
-        return heaviest(
-            Setup(self.units, self.run_options(stage, placing, recompute), self.world, self.rules)
-        )
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The units that can be recomputed."""
+        return tuple(unit.name for unit in self.units if unit.name)
 
-    def run_options(self, stage: Stage, placing: Placing, recompute: bool) -> Options:
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest tensor, below which no bucket can go."""
+        return max((w.numel * WIDTHS[w.dtype] for unit in self.units for w in unit.weights), default=1)
+
+    def setup(self, options: Options) -> Setup:
+        """What a way is made of. Ways that differ in recomputation only share nearly all of it."""
+        base = replace(options, recompute=False)
+        known = self.setups.get((base, self.world))
+        if known is None:
+            known = heaviest(Setup(self.units, base, self.world, self.rules, overlaps=self.overlaps))
+            self.setups[base, self.world] = known
+        return known.recomputing(options.recompute) if options.recompute else known
+
+    def segments(self, options: Options) -> tuple[Segment, ...]:
+        return self.trace(options) if self.trace is not None else ()
+
+    def way(
+        self,
+        stage: Stage,
+        placing: Placing = "device",
+        recompute: bool | tuple[str, ...] = False,
+        lean: bool = False,
+    ) -> Options:
         """The options of one way to run. An offload or patterns of units that the user named are used as
         they are."""
-        offload = {"device": None, "state on host": Offload(), "all on host": Offload(parameters="host")}[
-            placing
-        ]
-        if self.options.offload is not None and placing == placing_of(self.options.offload):
-            offload = self.options.offload
+        own = self.options.offload is not None and placing == placing_of(self.options.offload)
+        offload = self.options.offload if own else _OFFLOADS[placing]
         patterns = self.options.recompute
-        return replace(
+        made = replace(
             self.options,
             stage=stage,
             offload=offload,
-            recompute=patterns if recompute and isinstance(patterns, tuple) else recompute,
+            recompute=patterns if recompute is True and isinstance(patterns, tuple) else recompute,
         )
+        return self.leaner(made, own) if lean else made
 
-    def setups(self) -> Iterator[tuple[Stage, Placing, bool, Setup]]:
-        """Every combination that means something. On one rank all stages are the same."""
+    def leaner(self, options: Options, own_offload: bool = False) -> Options:
+        """The same with buckets no larger than the largest tensor, and nothing gathered ahead."""
+        small = max(min(options.bucket_bytes, self.largest), 1024)
+        made = options
+        if "bucket_bytes" in self.free:
+            made = replace(made, bucket_bytes=small)
+        if "prefetch" in self.free:
+            made = replace(made, prefetch=0)
+        offload = made.offload
+        if offload is not None and not own_offload and offload.optimizer == "host":
+            made = replace(
+                made, offload=replace(offload, stages=2, stage_bytes=min(offload.stage_bytes, small))
+            )
+        return made
+
+    def families(self) -> Iterator[tuple[Stage, Placing]]:
+        """Every stage and placing that mean something together. On one rank all stages are the same."""
         stages: tuple[Stage, ...] = self.stages if self.world > 1 else self.stages[:1]
-        recomputes = self.recomputes if self.traces else self.recomputes[:1]
         for stage in stages:
             for placing in self.placings:
                 if placing == "all on host" and stage < 3 and self.world > 1:
                     continue  # resident parameters cannot be streamed
-                for recompute in recomputes:
-                    if recompute and len(self.units) < 2:
-                        continue  # only units are recomputed
-                    yield stage, placing, recompute, self.setup(stage, placing, recompute)
+                yield stage, placing
+
+    def by_precision(self) -> Iterator[Question]:
+        """One question for each precision that is allowed."""
+        for precision in self.precisions or (self.options.precision,):
+            yield replace(self, options=replace(self.options, precision=precision))
+
+
+_OFFLOADS: dict[Placing, Offload | None] = {
+    "device": None,
+    "state on host": Offload(),
+    "all on host": Offload(parameters="host"),
+}
 
 
 def placing_of(offload: Offload | None) -> Placing:
@@ -97,223 +154,144 @@ def placing_of(offload: Offload | None) -> Placing:
     return "all on host" if offload.parameters == "host" else "state on host"
 
 
-def choose(question: Question) -> Plan:
-    """The plan, or a `PlanError` that says what is missing and what would help."""
-    candidates = tuple(price(question, *way) for way in question.setups())
-    fitting = [one for one in candidates if one.fits]
-    if not fitting:
-        raise PlanError(refusal(question, candidates))
-    fastest = min(one.step for one in fitting)
-    equals = [one for one in fitting if one.step <= fastest * EQUAL]
-    chosen = min(equals, key=lambda one: (one.moving_parts, one.device))
-    settings = asdict(question.run_options(chosen.stage, chosen.placing, chosen.recompute))
-    del settings["stage"]
-    uneven = imbalance(question.setup(3, "device", False)) if chosen.stage else 0.0
-    return Plan(
-        question.model,
-        question.parameters,
-        question.world,
-        question.limit,
-        question.host_limit,
-        question.machine.name,
-        settings,
-        chosen,
-        candidates,
-        tuple(_reasons(question, chosen, candidates, uneven)),
-        uneven,
-    )
+def all_candidates(question: Question) -> Iterator[Candidate]:
+    """Every way that is worth a line of the table."""
+    for asked in question.by_precision():
+        for stage, placing in asked.families():
+            yield from _family(asked, stage, placing)
 
 
-def price(question: Question, stage: Stage, placing: Placing, recompute: bool, setup: Setup) -> Candidate:
+def _family(question: Question, stage: Stage, placing: Placing) -> Iterator[Candidate]:
+    """One stage and placing. As it is; if that does not fit, the least that it can take; and if that fits,
+    what lies between: lean or not, with as few units recomputed as it takes."""
+    recomputes = question.recomputes if question.trace is not None else question.recomputes[:1]
+    if not question.names:
+        recomputes = tuple(r for r in recomputes if not r) or (False,)
+
+    def at(again: bool, lean: bool) -> Candidate:
+        return price(question, question.way(stage, placing, again, lean))
+
+    plain = at(recomputes[0], lean=False)
+    yield plain
+    if plain.fits:
+        return
+    made = [plain]
+    for again, lean in ((recomputes[-1], True), (recomputes[0], True), (recomputes[-1], False)):
+        if not lean and not any(one.fits for one in made):
+            return
+        one = at(again, lean)
+        if all(one.settings != other.settings for other in made):
+            made.append(one)
+            yield one
+    if recomputes == (False, True) and any(one.fits for one in made):
+        few = _few(question, stage, placing)
+        if few is not None:
+            yield few
+
+
+def _few(question: Question, stage: Stage, placing: Placing) -> Candidate | None:
+    """As few units recomputed as fit, those first that free most for an operation, lean or not, whichever is
+    faster; None where all of them are needed or not enough.
+
+    Found on segments put together from the two traces, then made sure of by a trace of its own: what a unit
+    saves depends on what its neighbours do.
+    """
+    order = question_order(question)
+
+    def at(count: int, lean: bool, exact: bool = False) -> Candidate:
+        chosen = set(order[:count])
+        options = question.way(stage, placing, tuple(n for n in question.names if n in chosen), lean)
+        return price(question, options, None if exact else composed(question, chosen))
+
+    found: list[tuple[float, int, bool]] = []
+    for lean in (False, True):
+        low, high = 0, len(order)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if at(middle, lean).fits else (middle, high)
+        if 0 < high < len(order):
+            found.append((at(high, lean).step, high, lean))
+    for _, count, lean in sorted(found):
+        for more in range(count, min(count + 4, len(order))):
+            one = at(more, lean, exact=True)
+            if one.fits:
+                return one
+    return None
+
+
+def question_order(question: Question) -> list[str]:
+    """Units in the order in which they are worth recomputing: bytes freed for each operation that is done
+    again; of equals the earlier, whose recomputation comes when others have gone."""
+    saved: dict[bool, dict[str, int]] = {}
+    flops: dict[str, int] = {}
+    for again in (False, True):
+        saved[again] = dict.fromkeys(question.names, 0)
+        for segment in question.segments(question.way(question.stages[0], "device", again)):
+            if segment.unit:
+                saved[again][segment.unit] += segment.saved
+                flops[segment.unit] = flops.get(segment.unit, 0) + segment.flops
+    freed = {name: saved[False][name] - saved[True][name] for name in question.names}
+    worth = [name for name in question.names if freed[name] > 0]
+    return sorted(worth, key=lambda name: -freed[name] / max(flops.get(name, 1), 1))
+
+
+def composed(question: Question, chosen: set[str]) -> tuple[Segment, ...]:
+    """Segments of a step in which some units are recomputed, from the traces of none and of all."""
+    plain, again = (question.segments(question.way(question.stages[0], "device", r)) for r in (False, True))
+    if [s.unit for s in plain] != [s.unit for s in again]:
+        return again
+    return tuple(b if a.unit in chosen else a for a, b in zip(plain, again, strict=True))
+
+
+def price(question: Question, options: Options, segments: tuple[Segment, ...] | None = None) -> Candidate:
     """One way to run, in bytes and seconds."""
-    peak = peak_of(step_moments(setup, question.traces.get(recompute, ()), question.inputs))
+    setup = question.setup(options)
+    segments = question.segments(options) if segments is None else segments
+    peak = with_margin(question, peak_of(step_moments(setup, segments, question.inputs)))
     host = setup.held.host_bytes
     sent = sent_by_rank(setup)
-    seconds, step = times(question, setup, sent)
-    fits = peak.total <= question.limit and host <= question.host_share
-    precision = question.options.precision
+    seconds = seconds_of(setup, segments, question.machine, question.ranks_per_node, sent)
+    precision = options.precision
+    offload = options.offload
+    rounds = precision is not None and precision.numerics != "exact"
+    rounds = rounds or (offload is not None and offload.numerics != "exact")
+    lean = (
+        options.prefetch < question.options.prefetch or options.bucket_bytes < question.options.bucket_bytes
+    )
     return Candidate(
-        stage,
-        placing,
-        recompute,
+        options.stage,
+        placing_of(offload),
+        (precision.compute if precision is not None else "as it is") if question.precisions else "",
+        sum(setup.recomputes(name) for name in question.names),
+        len(question.names),
+        lean,
         peak.total,
         peak.where,
         peak.kinds,
         host,
         sent,
-        seconds,
-        step,
-        fits,
-        precision.numerics if precision is not None else "exact",
+        seconds.parts,
+        seconds.step,
+        _fits(question, peak.total, host),
+        settings_of(options),
+        asdict(setup.held),
+        numerics="rounding" if rounds else "exact",
     )
 
 
-def sent_by_rank(setup: Setup) -> dict[str, int]:
-    """Bytes that a rank sends in a step on average: pieces to the other N - 1. Padding, flags and
-    agreements are left out."""
-    if setup.world == 1:
-        return {}
-    others = setup.world - 1
-    reduced = sum(w.numel * WIDTHS[b.wire] for b in setup.buckets for w in b.weights) * others // setup.world
-    if setup.options.stage == 0:
-        whole = (
-            sum(w.numel * WIDTHS[b.landed] for b in setup.buckets for w in b.weights) * others // setup.world
-        )
-        return {"reduce": reduced + whole}
-    size = {unit.name: 0 for unit in setup.units}
-    for bundle in setup.bundles:
-        size[bundle.unit] += (
-            sum(slot.numel for slot in bundle.slots if slot.split != "copy") * WIDTHS[bundle.compute]
-        )
-    if setup.resident:
-        return {"reduce": reduced, "publish": sum(size.values()) * others // setup.world}
-    kept = size[setup.units[0].name] + (size[setup.units[-1].name] if len(setup.units) > 1 else 0)
-    return {"reduce": reduced, "gather": (2 * sum(size.values()) - kept) * others // setup.world}
+def with_margin(question: Question, moment: Moment) -> Moment:
+    """With what the machine's allocator and kernels take beside what is asked of it, as measured."""
+    margin = int(moment.total * question.machine.margin) + question.machine.workspace
+    return Moment(moment.where, moment.kinds | {"margin": margin}) if margin else moment
 
 
-def times(question: Question, setup: Setup, sent: dict[str, int]) -> tuple[dict[str, float], float]:
-    """Seconds of each part, and of a step: communication, copies and the overlapped host update run beside
-    the computation."""
-    machine, recompute = question.machine, bool(setup.options.recompute)
-    segments = question.traces.get(recompute, ())
-    forward = sum(s.flops for s in segments)
-    again = sum(s.flops for s in segments if setup.recomputes(s.unit))
-    narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
-    compute = (3 * forward + again) / ((machine.half if narrow else machine.full) * machine.efficiency)
-    rate = machine.link if question.world <= machine.node else machine.network
-    exchange = sum(sent.values()) / rate
-    held = sum(s.held(setup.rank) for s in setup.slots.values())
-    master = max((WIDTHS[b.master] for b in setup.bundles), default=4)
-    moments = max((rule.moments for rule in setup.rules), default=0)
-    width = min((WIDTHS[b.compute] for b in setup.bundles), default=4)
-    touched = held * (
-        2 * master * (1 + moments) + 2 * width
-    )  # master and moments read and written, gradient read, weight written
-    if not setup.on_host:
-        update = touched / machine.memory_rate
-        seconds = {"compute": compute, "exchange": exchange, "update": update}
-        return seconds, max(compute, exchange) + update
-    update = touched / (machine.host_rate / question.ranks_per_node)
-    copies = held * width / machine.pcie  # gradients out while weights come in
-    if setup.streamed:
-        copies += 2 * held * width / machine.pcie
-    seconds = {"compute": compute, "exchange": exchange, "copies": copies, "host update": update}
-    if setup.parts and all(part.native for part in setup.parts):
-        return seconds, max(seconds.values())
-    return seconds, max(compute, exchange, copies) + update
+def _fits(question: Question, device: int, host: int) -> bool:
+    if question.shared:
+        device += host
+    return device <= question.limit and host <= question.host_share
 
 
-# ---------------------------------------------------------------------- words
-
-
-def _reasons(
-    question: Question, chosen: Candidate, candidates: Sequence[Candidate], uneven: float
-) -> Iterator[str]:
-    slowest = max(chosen.seconds, key=lambda part: chosen.seconds[part])
-    if chosen.step:
-        yield f"{chosen.label} is the fastest that fits: estimated {chosen.step:.3g} s, most of it {slowest}."
-    others = sorted((one for one in candidates if one.fits and one != chosen), key=lambda one: one.step)
-    if others:
-        runner = others[0]
-        ahead = (
-            "as fast, with more moving parts"
-            if runner.step <= chosen.step * EQUAL
-            else f"estimated {runner.step:.3g} s"
-        )
-        yield f"Runner-up: {runner.label}, {ahead}, {show_bytes(runner.device)}."
-    simpler = [one for one in candidates if not one.fits and one.moving_parts < chosen.moving_parts]
-    if simpler:
-        first = min(simpler, key=lambda one: one.moving_parts)
-        yield f"{first.label} does not fit: {_needs(question, first)}."
-    if not question.traces:
-        yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
-    if chosen.placing != "device" and question.options.clip_norm is None:
-        yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."
-    if uneven > 0.01:
-        yield f"Rows do not divide evenly: the fullest rank owns {uneven:.1%} more than the mean."
-
-
-def _needs(question: Question, one: Candidate) -> str:
-    if one.device > question.limit:
-        return f"it needs {show_bytes(one.device)} per device at {one.where}"
-    return f"it needs {show_bytes(one.host * question.ranks_per_node)} of host memory per node"
-
-
-def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
-    """Why nothing fits: the smallest plan, where it is fullest, of what, and the nearest changes that would
-    fit."""
-    on_device = [one for one in candidates if one.device <= question.limit]
-    if on_device:
-        least = min(on_device, key=lambda one: one.host)
-        node = least.host * question.ranks_per_node
-        assert question.host_limit is not None
-        return (
-            f"no plan fits {show_bytes(question.host_limit)} of host memory per node: the smallest whose "
-            f"device part fits ({least.label}) "
-            f"needs {show_bytes(node)} for {question.ranks_per_node} ranks. {_advice(question, least)}"
-        )
-    least = min(candidates, key=lambda one: one.device)
-    gib = {
-        kind: size / 2**30
-        for kind, size in sorted(least.kinds.items(), key=lambda k: -k[1])
-        if size >= 0.005 * least.device
-    }
-    made_of = ", ".join(
-        f"{kind} {size:.2g}" if size < 1 else f"{kind} {size:.1f}" for kind, size in gib.items()
-    )
-    return (
-        f"no plan fits {show_bytes(question.limit)} per device: the smallest ({least.label}) needs "
-        f"{show_bytes(least.device)} at {least.where} ({made_of} GiB). {_advice(question, least)}"
-    )
-
-
-def _advice(question: Question, least: Candidate) -> str:
-    """Changes that would fit, tried one by one; the last always does."""
-    ways = []
-    if (
-        question.traces
-        and True not in question.recomputes
-        and fitting(replace(question, recomputes=(False, True)))
-    ):
-        ways.append("allow recompute=True")
-    if question.placings != PLACINGS and fitting(replace(question, placings=PLACINGS)):
-        ways.append("allow offload to the host")
-    if least.kinds["activations"] > question.limit // 10 and fitting(halved(question)):
-        ways.append("halve the micro-batch")
-    for factor in (2, 4, 16, 256):
-        if fitting(replace(question, world=question.world * factor)):
-            ways.append(f"use {question.world * factor:,} ranks")
-            break
-    if least.device > question.limit:
-        ways.append(f'pass limit="{math.ceil(least.device / 2**30 * 10) / 10:g}GiB"')
-    else:
-        ways.append(f'pass host_limit="{math.ceil(least.host * question.ranks_per_node / 2**30)}GiB"')
-    share = least.kinds["activations"] / least.device
-    lead = (
-        "Sharding cannot shrink activations: "
-        if share > 0.5 and least.device > question.limit
-        else "What would fit: "
-    )
-    return f"{lead}{', or '.join(ways)}."
-
-
-def fitting(question: Question) -> bool:
-    """Whether anything fits."""
-    return any(price(question, *way).fits for way in question.setups())
-
-
-def halved(question: Question) -> Question:
-    """The same with half the batch, as far as activations go with it."""
-    traces = {
-        key: tuple(
-            Segment(s.unit, s.saved // 2, s.forward // 2, s.backward // 2, s.flops // 2) for s in segments
-        )
-        for key, segments in question.traces.items()
-    }
-    return replace(question, traces=traces)
-
-
-def moments_of(question: Question, candidate: Candidate) -> list[Moment]:
-    """A candidate's step in time, for a picture."""
-    setup = question.setup(candidate.stage, candidate.placing, candidate.recompute)
-    return step_moments(setup, question.traces.get(candidate.recompute, ()), question.inputs)
+def moments_of(question: Question, options: Options) -> list[Moment]:
+    """A way's step in time, for a picture."""
+    moments = step_moments(question.setup(options), question.segments(options), question.inputs)
+    return [with_margin(question, moment) for moment in moments]

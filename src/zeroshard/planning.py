@@ -4,21 +4,22 @@ the meta device; nothing is allocated, no process group is needed."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .config import OptionKeys, Options, Stage, did_you_mean, parse_bytes
+from .choice import choose
+from .config import OptionKeys, Options, Precision, did_you_mean, parse_bytes
 from .errors import OptionError, PlanError
 from .machine import Machine
 from .machine import machine as find_machine
 from .memory import Setup
-from .plan import Placing, Plan
-from .planner import Question, choose, placing_of
+from .plan import Plan
+from .planner import Question, placing_of
 from .shapes import Block, Rule, Weight
 from .step import rows_suffice
 from .timeline import Segment
@@ -28,22 +29,41 @@ if TYPE_CHECKING:
     from .trace import Inputs, Loss
 
 
+class AskKeys(TypedDict, total=False):
+    """What a plan is asked for, beside the options of `shard`."""
+
+    limit: int | str | None
+    host_limit: int | str | None
+    disk_limit: int | str | None
+    memory_limit_per_node: int | str | None
+    nodes: int | None
+    ranks_per_node: int | None
+    batch: Any
+    loss: Loss | None
+    machine: str | Machine | None
+    precisions: Sequence[Precision | str | None] | None
+
+
+class PlanKeys(OptionKeys, AskKeys, total=False):
+    """All keyword arguments of `plan`."""
+
+
+ASKED = tuple(AskKeys.__annotations__)
+
+
 def plan(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    ranks: int,
-    limit: int | str,
-    host_limit: int | str | None = None,
-    batch: Any = None,
-    loss: Loss | None = None,
-    machine: str | Machine = "H100",
-    **options: Unpack[OptionKeys],
+    ranks: int | None = None,
+    **asked: Unpack[PlanKeys],
 ) -> Plan:
     """How to train `model` on so many ranks within a limit of device memory, before anything is allocated.
 
-    - `limit`: bytes of one device (``"80GiB"``); `host_limit`: bytes of host memory of one node, for all of
-      its ranks.
+    - `limit`: bytes of one device (``"80GiB"``). `host_limit`, `disk_limit`: bytes of host memory and disk
+      of one node, for all of its ranks.
+    - `memory_limit_per_node` in place of `limit`: what the devices of one node may use together.
+      `nodes` and `ranks_per_node` in place of `ranks`.
     - `batch`: one rank's micro-batch: a tensor, a tuple of arguments, a dict of keyword arguments, or
       ``"8x2048"`` for token ids of that shape. Only shapes and dtypes matter. Where inputs vary, give the
       largest. Without it activations are not counted.
@@ -51,8 +71,10 @@ def plan(
       logits over tokens).
     - `optimizer`: default AdamW, fused. `machine`: a name of `zeroshard.machine.GPUS`, or a `Machine` with
       figures of your own.
-    - the options of `shard`: those that you give are kept to; stage, offload and recompute are chosen where
-      you do not.
+    - `precisions`: what the planner may choose among, such as ``(None, "bf16")``. Else `precision` is kept
+      to: it changes the numbers, so it is never chosen unasked.
+    - the options of `shard`: those that you give are kept to; stage, offload, recompute, prefetch and
+      bucket_bytes are chosen where you do not.
 
     >>> import torch, zeroshard as zs
     >>> with torch.device("meta"):
@@ -60,50 +82,158 @@ def plan(
     >>> zs.plan(model, ranks=8, limit="1GiB").chosen.stage
     0
     """
+    given: dict[str, Any] = dict(asked)
+    wanted = take_asked(given)
+    machine = wanted.get("machine", "H100")
+    found = find_machine(machine) if isinstance(machine, str) else machine
+    place = Place(_ranks(ranks, wanted), found)
+    return choose_for(model, _listed(optimizer), wanted, _options(given), given, place)
+
+
+def take_asked(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes what a plan is asked for out of keyword arguments. None says nothing."""
+    asked = {name: given.pop(name) for name in ASKED if name in given}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is to run. `overlaps`: gathers can run ahead; `one_memory`: device and host tier are
+    the same memory, as on the CPU."""
+
+    ranks: int
+    machine: Machine
+    overlaps: bool = True
+    one_memory: bool = False
+
+
+def choose_for(
+    model: nn.Module,
+    optimizers: list[Optimizer] | None,
+    wanted: dict[str, Any],
+    options: Options,
+    given: Collection[str],
+    place: Place,
+) -> Plan:
+    """The plan for what is wanted (`AskKeys`). `given`: names of the options that the user gave."""
     from .trace import Inputs  # fake tensors take a second to import, which `import zeroshard` should not
 
-    if not isinstance(ranks, int) or ranks < 1:
-        raise OptionError(f"ranks={ranks!r} must be a number of processes, 1 or more.")
-    chosen = _options(dict(options))
-    optimizers = (
-        None if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    )
-    units, rules = blocks_of(model, optimizers, chosen.units), rules_of(optimizers)
+    units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
+    batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
-    given: dict[str, Any] = {}
-    if "stage" in options:
-        stages: tuple[Stage, ...] = (chosen.stage,)
-        given["stages"] = stages
-    if "offload" in options:
-        placings: tuple[Placing, ...] = (placing_of(chosen.offload),)
-        given["placings"] = placings
-    if "recompute" in options:
-        given["recomputes"] = (bool(chosen.recompute),)
+    per_node = wanted.get("ranks_per_node") or min(place.ranks, place.machine.node)
     resting = sum(b.numel() * b.element_size() for b in model.buffers())
+
+    def optional(name: str) -> int | None:
+        return parse_bytes(wanted[name], name) if name in wanted else None
+
     question = Question(
         type(model).__name__,
         units,
         rules,
-        chosen,
-        ranks,
-        parse_bytes(limit, "limit"),
-        find_machine(machine) if isinstance(machine, str) else machine,
-        None if host_limit is None else parse_bytes(host_limit, "host_limit"),
+        options,
+        place.ranks,
+        _limit(wanted, per_node),
+        replace(place.machine, node=per_node),
+        optional("host_limit"),
+        optional("disk_limit"),
         resting + (inputs.nbytes if inputs else 0),
-        **given,
+        overlaps=place.overlaps,
+        shared=place.one_memory and "memory_limit_per_node" in wanted,
+        **_choices(options, given, wanted.get("precisions")),
     )
     if inputs is not None:
-        question = _traced(question, model, inputs, loss)
-    return choose(question)
+        question = replace(question, trace=Traces(question, model, inputs, wanted.get("loss")))
+    made = choose(question)
+    return replace(
+        made,
+        weights=weights_of(model),
+        optimizer=tuple(rule.name for rule in rules),
+        batch=tuple(_shape_text(t) for t in inputs.tensors) if inputs is not None else (),
+    )
+
+
+def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[str, Any]:
+    """What may be chosen: all that the user left open."""
+    made: dict[str, Any] = {"free": frozenset(("prefetch", "bucket_bytes")) - set(given)}
+    if "stage" in given:
+        made["stages"] = (options.stage,)
+    if "offload" in given:
+        made["placings"] = (placing_of(options.offload),)
+    if "recompute" in given:
+        made["recomputes"] = (bool(options.recompute),)
+    if precisions is not None:
+        if "precision" in given:
+            raise OptionError("pass precision= to say, or precisions= to have one chosen, not both.")
+        made["precisions"] = tuple(Options(precision=p).precision for p in precisions)
+    return made
+
+
+def _limit(wanted: dict[str, Any], per_node: int) -> int:
+    if ("limit" in wanted) == ("memory_limit_per_node" in wanted):
+        raise OptionError(
+            'a plan needs one limit: limit="80GiB" of a device, or memory_limit_per_node="640GiB".'
+        )
+    if "limit" in wanted:
+        return parse_bytes(wanted["limit"], "limit")
+    return parse_bytes(wanted["memory_limit_per_node"], "memory_limit_per_node") // per_node
+
+
+def _ranks(ranks: int | None, wanted: dict[str, Any]) -> int:
+    for name in ("nodes", "ranks_per_node"):
+        if name in wanted:
+            _count(wanted[name], name)
+    if ranks is None and "nodes" in wanted and "ranks_per_node" in wanted:
+        return int(wanted["nodes"] * wanted["ranks_per_node"])
+    if ranks is None:
+        raise OptionError("say how many processes: ranks=, or nodes= and ranks_per_node=.")
+    _count(ranks, "ranks")
+    check_nodes(ranks, wanted)
+    return ranks
+
+
+def check_nodes(ranks: int, wanted: dict[str, Any]) -> None:
+    """`nodes` and `ranks_per_node`, as far as given, must make the number of ranks."""
+    nodes, per_node = wanted.get("nodes"), wanted.get("ranks_per_node")
+    made = (nodes or 1) * (per_node or 1)
+    if (nodes is not None and ranks % nodes) or (
+        nodes is not None and per_node is not None and made != ranks
+    ):
+        raise OptionError(f"nodes={nodes} and ranks_per_node={per_node} do not make {ranks} ranks.")
+    if nodes is not None and per_node is None:
+        wanted["ranks_per_node"] = ranks // nodes
+
+
+def _count(value: Any, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(f"{what}={value!r} must be a number of {what.split('_')[0]}, 1 or more.")
+
+
+def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer] | None:
+    if optimizer is None:
+        return None
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def _options(given: dict[str, Any]) -> Options:
     known = [f.name for f in fields(Options)]
     for name in given:
         if name not in known:
-            own = ["ranks", "limit", "host_limit", "batch", "loss", "machine"]
-            raise OptionError(f"plan() has no option {name!r}.{did_you_mean(name, [*known, *own])}")
+            raise OptionError(
+                f"plan() has no option {name!r}.{did_you_mean(name, [*known, 'ranks', *ASKED])}"
+            )
     return Options(**given)
+
+
+def weights_of(model: nn.Module) -> dict[str, str]:
+    """What a run must have in common with its plan: every parameter's dtype and shape."""
+    return {
+        name: _shape_text(p) + ("" if p.requires_grad else " frozen") for name, p in model.named_parameters()
+    }
+
+
+def _shape_text(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def tokens(text: str) -> Tensor:
@@ -115,19 +245,28 @@ def tokens(text: str) -> Tensor:
     return torch.zeros([int(part) for part in text.split("x")], dtype=torch.int64, device="meta")
 
 
-def _traced(question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None) -> Question:
-    """The question with a step traced, without and with recomputation, as far as both may be chosen."""
-    names = [unit.name for unit in question.units if unit.name]
-    patterns = question.options.recompute
-    again = names if isinstance(patterns, bool) else matching(patterns, names, "recompute", "units")
-    traces: dict[bool, tuple[Segment, ...]] = {}
-    for recompute in question.recomputes:
-        traces[recompute] = trace(question, model, inputs, loss, again if recompute else [])
-    return replace(question, traces=traces)
+class Traces:
+    """The segments of a step under given options, each combination of precision and recomputed units traced
+    once."""
+
+    def __init__(self, question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None) -> None:
+        self._question, self._model, self._inputs, self._loss = question, model, inputs, loss
+        self._known: dict[Any, tuple[Segment, ...]] = {}
+
+    def __call__(self, options: Options) -> tuple[Segment, ...]:
+        names = self._question.names
+        wanted = options.recompute
+        again = names if isinstance(wanted, bool) else matching(wanted, list(names), "recompute", "units")
+        chosen = frozenset(again) if wanted else frozenset()
+        key = options.precision, chosen
+        if key not in self._known:
+            asked = replace(self._question, options=options)
+            self._known[key] = trace(asked, self._model, self._inputs, self._loss, chosen)
+        return self._known[key]
 
 
 def trace(
-    question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None, recomputed: Sequence[str]
+    question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None, recomputed: Collection[str]
 ) -> tuple[Segment, ...]:
     """The segments of one step of the model in the run's compute dtypes."""
     from .trace import Tracer

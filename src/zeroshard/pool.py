@@ -7,13 +7,26 @@ changing sizes fragment. The sizes that a run needs are few and known, so nothin
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging"]
-KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "gathered", "buckets", "host", "staging")
+from .config import show_bytes
+from .errors import PlanError
+
+Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging", "disk"]
+KINDS: tuple[Kind, ...] = (
+    "parameters",
+    "gradients",
+    "state",
+    "gathered",
+    "buckets",
+    "host",
+    "staging",
+    "disk",
+)
 
 
 class Ledger:
@@ -22,8 +35,20 @@ class Ledger:
     def __init__(self) -> None:
         self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._caps: list[tuple[tuple[str, ...], float, str]] = []
+
+    def cap(self, kinds: Sequence[str], nbytes: float, why: str) -> None:
+        """These kinds together may not take more than so many bytes: a plan's limit."""
+        self._caps.append((tuple(kinds), nbytes, why))
 
     def book(self, kind: Kind, nbytes: int) -> None:
+        for kinds, most, why in self._caps:
+            after = sum(self.live[k] for k in kinds) + nbytes
+            if kind in kinds and nbytes > 0 and after > most:
+                raise PlanError(
+                    f"{show_bytes(nbytes)} more of {kind} would make {show_bytes(after)}, and {why}. "
+                    "Nothing was allocated for them."
+                )
         self.live[kind] += nbytes
         self.peak[kind] = max(self.peak[kind], self.live[kind])
 

@@ -20,7 +20,6 @@ from .checkpoint.elements import DTYPE
 from .checkpoint.manifest import Entry, Manifest
 from .checkpoint.records import Held, Loaded
 from .errors import CheckpointError
-from .native import AdamRows
 from .part import Part
 from .runtime import Runtime
 from .snapshot import (
@@ -31,6 +30,8 @@ from .snapshot import (
     buffers_of,
     codes_of,
     host_parts,
+    pace_held,
+    paged_held,
     parameter_held,
     restore_random,
     seats_of,
@@ -69,6 +70,7 @@ def targets_of(
     say why it cannot be read."""
     rank = runtime.transport.rank
     targets = Targets([parameter_held(p, rank) for p in runtime.params])
+    targets.held += pace_held(runtime, wanted=True)
     targets.held += [Held.of(name, "buffer", b) for name, b in buffers_of(model).items()]
     if manifest is None:
         return targets
@@ -107,8 +109,12 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
             targets.empty.append(seat)
         return
     targets.stepped.append(seat)
+    part = seat.part
     for key in [*stored, *(k for k, v in state.items() if k not in stored and isinstance(v, Tensor))]:
         entry, tensor = stored.get(key), state.get(key)
+        if part is not None and not part.visible and not part.coded and key in part.moments:
+            targets.held.append(paged_held(seat, part, key, rank))
+            continue
         if entry is not None and not isinstance(tensor, Tensor):
             # Optimizers that need whole tensors see only those that are here; element-wise ones have empty
             # state for the others.
@@ -196,8 +202,11 @@ def adopt(
         for group, o, g in targets.groups:
             _set_options(group, values["optimizers"][o]["groups"][g]["options"])
         _adopt_company(company, values)
+        same_world = loaded.own is not None and loaded.world == runtime.transport.size
+        own_sync = loaded.own.get("sync", {}) if loaded.own is not None and same_world else {}
+        runtime.pace.adopt(values.get("sync", {}), own_sync)
         if loaded.own is not None:
-            _adopt_own(runtime, model, loaded.own, same_world=loaded.world == runtime.transport.size)
+            _adopt_own(runtime, model, loaded.own, same_world)
         runtime.steps, runtime.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
         updates = runtime.host.updates if runtime.host is not None else None
         if updates is not None and (norm := values.get("host_norm") or runtime.norm):
@@ -241,9 +250,7 @@ def _adopt_state(targets: Targets, plain: Mapping[str, Any]) -> None:
         if seat.part is None:
             seat.state.clear()  # the dict stays: proxies know it
             continue
-        seat.part.steps[seat.index] = 0
-        for tensor in seat.state.values():
-            tensor.zero_()
+        seat.part.clear(seat.index)
     for coded in targets.coded.values():
         counts = coded.part.shown_steps
         coded.part.load([{"step": int(c), **s} for c, s in zip(counts, coded.states, strict=True)])
@@ -259,12 +266,8 @@ def _take_codes(runtime: Runtime, saved: list[Any]) -> None:
     for item in saved:
         part = parts.get(str(item["where"]))
         if part is not None:
-            assert isinstance(part.state, AdamRows)
-            assert part.state.scales is not None
-            for stored, codes in zip(
-                (part.state.exp_avg, part.state.exp_avg_sq, part.state.scales), item["codes"], strict=True
-            ):
-                stored.copy_(codes)
+            with part.lent(write=True):
+                part.load_codes(item["codes"])
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

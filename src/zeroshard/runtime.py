@@ -31,13 +31,15 @@ from .grad import Gradients, LocalGradients
 from .host import HostUpdates
 from .layout import Slot
 from .live import LiveUnit
-from .norm import global_norm
+from .norm import clip_scale, global_norm
 from .param import Bundle, Residence, SavedTensors
 from .part import Part
 from .place import Host
+from .placement import Placement
 from .pool import Ledger, Pool
 from .shard import Faces, Param
 from .step import Update
+from .sync import Pace
 from .whole import collect
 
 
@@ -48,17 +50,13 @@ class Runtime:
     def __init__(
         self, options: Options, transport: Transport, faces: Faces, pool: Pool, ledger: Ledger
     ) -> None:
-        self.options, self.transport, self.faces, self.pool, self.ledger = (
-            options,
-            transport,
-            faces,
-            pool,
-            ledger,
-        )
+        self.options, self.transport, self.faces = options, transport, faces
+        self.pool, self.ledger = pool, ledger
         self.units: list[LiveUnit] = []
-        self.gradients: Gradients | LocalGradients
+        self.pace: Pace  # owns the gradients, runs the updates
         self.updates: list[Update] = []
         self.host: Host | None = None
+        self.placement = Placement(())
         self.norm = 0.0  # of the last gradient, where clip_norm asked for it
         self._settled = True  # the norm of the last backward has been dealt with
         self.buffers: list[Tensor] = []  # what the root's forward broadcasts from rank 0
@@ -67,24 +65,20 @@ class Runtime:
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
         self.steps = 0
         self.closed = False
-        self.reader: Callable[[], None] | None = (
-            None  # waits for a background save that still copies what an update changes
-        )
+        self.reader: Callable[[], None] | None = None  # waits for a background save that still copies state
         self._stale = True  # homes are newer than what the leaves hold
         self._rewritten = False  # by someone else than the optimizer
         self._epoch = 0
         self._active = 0  # units entered and not left
         self._keep_full = False
         self._order: dict[int, int] = {}  # id(unit) -> place in the recorded forward order
-        self._sequence: list[LiveUnit] = []
-        self._trace: list[LiveUnit] = []
+        self._sequence, self._trace = list[LiveUnit](), list[LiveUnit]()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
         self._arrivals = 0
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
         # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
-        streams = options.offload is not None and options.offload.parameters == "host"
-        self._overlaps = transport.name in ("gloo", "nccl") or streams
+        self._overlaps = transport.name in ("gloo", "nccl")
 
     # ------------------------------------------------------------------ forward
 
@@ -183,7 +177,7 @@ class Runtime:
                     self._host_updates.wait(part)
             for bundle in unit.bundles:
                 bundle.gather(self._epoch)
-            if self._overlaps and unit.sharded:
+            if self._overlaps:
                 for ahead in self._upcoming(unit):
                     if all(part.done.is_set() for part in ahead.parts):
                         for bundle in ahead.bundles:
@@ -203,6 +197,10 @@ class Runtime:
     @property
     def bundles(self) -> list[Bundle]:
         return [bundle for unit in self.units for bundle in unit.bundles]
+
+    @property
+    def gradients(self) -> Gradients | LocalGradients:
+        return self.pace.gradients
 
     @property
     def params(self) -> list[Param]:
@@ -247,8 +245,8 @@ class Runtime:
         self.begin_backward()
         self._arrivals += 1
         self.unsynced = self.unsynced or not self.sync
-        assert isinstance(self.gradients, Gradients)
-        return self.gradients.redirect(param, grad)
+        gradients = self.gradients
+        return gradients.redirect(param, grad) if isinstance(gradients, Gradients) else grad
 
     def ensure(self, bundle: Bundle) -> None:
         """Autograd unpacks something that lives in this bundle's buffer."""
@@ -281,7 +279,7 @@ class Runtime:
     def _end(self, land: bool) -> None:
         with record_function("zeroshard.land") if torch.autograd._profiler_enabled() else _nothing():
             if land:
-                self.gradients.finish()
+                self.pace.ended()
                 if self._nested and self.transport.size > 1:
                     self._land_late_ones()
                 self.unsynced = False
@@ -298,8 +296,9 @@ class Runtime:
     def _land_late_ones(self) -> None:
         """Gradients that a nested backward added after their bucket had left: another round, agreed by all
         ranks."""
-        late = any(p.leaf.grad is not None for b in self.gradients.buckets for p in b.params)
-        if self.transport.max([float(late)])[0]:
+        buckets = self.gradients.buckets
+        late = any(p.leaf.grad is not None for b in buckets for p in b.params)
+        if buckets and self.transport.max([float(late)])[0]:
             self.gradients.finish()
 
     # ------------------------------------------------------------------ update
@@ -308,21 +307,20 @@ class Runtime:
         """Run one optimizer's step on the local rows."""
         if not self.sync:
             raise StateError(
-                "optimizer.step() inside run.no_sync(): the gradients of this rank alone are not the "
-                "gradient. "
+                "optimizer.step() inside run.no_sync(): gradients of this rank alone are not the gradient. "
                 "Leave the block before the last micro-batch's backward, then step."
             )
         if self.unsynced:
             raise StateError(
                 "gradients accumulated under run.no_sync() were never synchronised: run the last "
-                "micro-batch's backward "
-                "outside of the block before optimizer.step()."
+                "micro-batch's backward outside of the block before optimizer.step()."
             )
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else _nothing():
-            self.transport.fence()  # peers have read the rows that are about to change
+            if not self.pace.apart:
+                self.transport.fence()  # peers have read the rows that are about to change
             self.before_change()
             self._settle()
-            update.run(step)
+            self.pace.step(update, step)
         self._stale = True
         self.steps += 1
 
@@ -336,10 +334,10 @@ class Runtime:
         scale = 1.0
         if math.isfinite(limit):
             self.norm = self._norm_of(grads)
-            scale = min(1.0, limit / (self.norm + 1e-6))
+            scale = clip_scale(limit, self.norm)
         if self._host_updates is not None:
             self._host_updates.commit(self.norm, scale)
-        if scale < 1.0 and grads:
+        if scale != 1.0 and grads:
             torch._foreach_mul_([grad for _, grad in grads], scale)
         self._settled = True
 
@@ -371,6 +369,7 @@ class Runtime:
                 self.host.parts if optimizer is None else self.host.parts_of(optimizer)
             )
             self._settled = not self._host_updates.pending
+        self.pace.forget()
         if self.unsynced:
             for param in self.params:
                 param.leaf.grad = None
@@ -419,15 +418,15 @@ class Runtime:
         """Wait until the host has done all it was asked to."""
         if self._host_updates is not None:
             self._refuse_pending()
-            self._host_updates.drain()
+            self._host_updates.settle()
 
     def _refuse_pending(self) -> None:
         """With early updates, weights and state are neither old nor new between backward and step."""
         if self._host_updates is not None and self._host_updates.pending:
             raise StateError(
                 "parameters and optimizer state cannot be used between backward and optimizer.step(): with "
-                "offload and clip_norm "
-                "their update has begun. Do it after the step, or drop the gradients with zero_grad() first."
+                "offload and clip_norm their update has begun. Do it after the step, or drop the gradients "
+                "with zero_grad() first."
             )
 
     def close(self) -> None:
@@ -436,13 +435,14 @@ class Runtime:
         if self._host_updates is not None:
             try:
                 self._host_updates.discard(self._host_updates.parts)
-                self._host_updates.drain()
+                self._host_updates.settle()
             finally:
                 self._host_updates.close()
 
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
+        self._overlaps = self._overlaps or any(bundle.rests.rows != "device" for bundle in self.bundles)
 
 
 @contextmanager

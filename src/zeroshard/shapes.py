@@ -13,6 +13,7 @@ from math import prod
 
 from .config import DTYPE_BYTES
 from .layout import ALIGN, FlatPack, Slot, aligned
+from .placement import Rest
 
 WIDTHS = DTYPE_BYTES | {
     "int64": 8,
@@ -26,6 +27,8 @@ WIDTHS = DTYPE_BYTES | {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
+GRAIN = 4096  # bytes that direct I/O moves, as in the disk tier
+ROOT = "(root)"  # label of the unit without a name
 BLOCK = 256  # elements that share the scales of 8-bit moments, as in the native kernels
 
 
@@ -69,7 +72,7 @@ class Block:
 
     @property
     def label(self) -> str:
-        return self.name or "(root)"
+        return self.name or ROOT
 
     @property
     def numel(self) -> int:
@@ -78,8 +81,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Lasting bytes of one rank, by the kinds of `run.stats()`. `staging` and `host` are host memory, the
-    rest is on the device."""
+    """Lasting bytes of one rank, by the kinds of `run.stats()`. `staging` and `host` are host memory,
+    `disk` is on a disk, the rest is on the device."""
 
     parameters: int = 0
     gradients: int = 0
@@ -88,6 +91,7 @@ class Buffers:
     buckets: int = 0
     staging: int = 0
     host: int = 0
+    disk: int = 0
 
     def __add__(self, other: Buffers) -> Buffers:
         return Buffers(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -160,6 +164,21 @@ class Part:
     compute: str
     master: str
     rule: Rule
+    unit: str = ""
+    rest: Rest = "host"
+
+    def disk_bytes(self, int8: bool) -> int:
+        """The same as one stretch of the disk, as `form` lays it out: arrays at staggered offsets, in whole
+        grains."""
+        sizes = [self.numel * (2 if self.splits else 4)]
+        if int8 and self.rule.name != "SGD":
+            sizes += [self.numel, self.numel, 4 * 3 * -(-self.numel // BLOCK)]
+        else:
+            sizes += [4 * self.numel] * self.rule.moments
+        apart, end = GRAIN // len(sizes) // 64 * 64, 0
+        for index, size in enumerate(sizes):
+            end += (index * apart - end) % GRAIN + size
+        return aligned(end, GRAIN) if self.numel else 0
 
     def state_bytes(self, int8: bool) -> int:
         """Master and moments of the overlapped update, or the master alone where torch's optimizer keeps

@@ -12,7 +12,7 @@ Tensors, and who owns them (one set per parameter):
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,31 @@ def mesh_over(group: Any, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(chosen, device.type)
 
 
+class Master(Protocol):
+    """The fp32 rows of a parameter whose home shows fewer bits or only a copy: a split master, or one on the
+    disk. Elements are counted from this rank's first; what is read is flat and on the host."""
+
+    def read(self, start: int, stop: int) -> Tensor: ...
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Also into the home."""
+
+
+class SplitMaster:
+    """A bf16 weight and, on the host, its 16-bit remainder."""
+
+    def __init__(self, weight: Tensor, remainder: Tensor) -> None:
+        self._weight, self._remainder = weight.view(-1), remainder
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return join(self._weight[start:stop].cpu(), self._remainder[start:stop])
+
+    def write(self, start: int, values: Tensor) -> None:
+        weight, remainder = split(values)
+        self._weight[start : start + values.numel()].copy_(weight)
+        self._remainder[start : start + values.numel()].copy_(remainder)
+
+
 class Param:
     """One parameter's tensors (named at the top of this file) and its place in the layout."""
 
@@ -74,7 +99,7 @@ class Param:
         self.places: list[Place] = tenant.places
         self.original = tenant.parameter
         self.slot, self.leaf, self.local, self.home = slot, leaf, local, home
-        self.remainder: Tensor | None = None  # int16, on the host, flat: the other half of a split master
+        self.master: Master | None = None  # where `local` is not the master itself
 
     @property
     def trainable(self) -> bool:
@@ -83,18 +108,16 @@ class Param:
     @torch.no_grad()
     def read_master(self) -> Tensor:
         """This rank's rows in master precision."""
-        if self.remainder is None:
+        if self.master is None:
             return self.local
-        return join(self.local.cpu().reshape(-1), self.remainder).view(self.local.shape)
+        return self.master.read(0, self.local.numel()).view(self.local.shape)
 
     @torch.no_grad()
     def write_master(self, rows: Tensor) -> None:
-        if self.remainder is None:
+        if self.master is None:
             self.local.copy_(rows)
             return
-        weight, remainder = split(rows.float().cpu().reshape(-1).contiguous())
-        self.local.copy_(weight.view(self.local.shape))
-        self.remainder.copy_(remainder)
+        self.master.write(0, rows.float().cpu().reshape(-1).contiguous())
 
     def stand(self, parameter: nn.Parameter) -> None:
         """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""

@@ -24,9 +24,8 @@ from .checkpoint.agree import together
 from .checkpoint.records import Held, Peers, Snapshot
 from .checkpoint.values import pack, unpack
 from .errors import CheckpointError, StateError
-from .native import AdamRows, join, split
 from .native.abi import BLOCK
-from .native.moments8 import decode
+from .native.moments8 import decode, scale_count
 from .part import Part
 from .runtime import Runtime
 from .shard import Faces, Param
@@ -71,6 +70,12 @@ class Seat:
         return self.part is not None and self.part.steps[self.index] == 0
 
 
+def pace_held(runtime: Runtime, wanted: bool = False) -> list[Held]:
+    """What belongs to the policy that keeps the ranks together: gradients to come, outer momentum."""
+    kept = runtime.pace.kept(wanted)
+    return [Held.of(k.name, f"sync:{k.key}", k.rows, k.start, k.height) for k in kept]
+
+
 def host_parts(runtime: Runtime) -> list[Part]:
     return runtime.host.parts if runtime.host is not None else []
 
@@ -95,24 +100,19 @@ def seats_of(runtime: Runtime) -> Iterator[Seat]:
 
 
 def parameter_held(param: Param, rank: int) -> Held:
-    """The master rows, streamed: a split master is joined and split a chunk at a time."""
+    """The master rows, streamed: where they are split or on the disk, a chunk at a time."""
     start, stop = param.slot.rows(rank)
-    remainder, row = param.remainder, param.slot.row
-    if remainder is None:
+    master, row = param.master, param.slot.row
+    if master is None:
         return Held.of(param.name, "parameter", param.local, start, param.slot.height)
-    weights, rest = param.local.view(-1), remainder
 
     def read(first: int, last: int) -> Tensor:
-        span = slice((first - start) * row, (last - start) * row)
-        joined = join(weights[span].cpu(), rest[span])
-        return joined.view(last - first, *param.slot.shape[1:]) if param.slot.shape else joined.view(())
+        flat = master.read((first - start) * row, (last - start) * row)
+        return flat.view(last - first, *param.slot.shape[1:]) if param.slot.shape else flat.view(())
 
     def write(first: int, rows: Tensor) -> None:
-        weight, other = split(rows.float().cpu().reshape(-1).contiguous())
-        span = slice((first - start) * row, (first - start) * row + weight.numel())
         with torch.no_grad():
-            weights[span].copy_(weight)
-            rest[span].copy_(other)
+            master.write((first - start) * row, rows.float().cpu().reshape(-1).contiguous())
 
     return Held(param.name, "parameter", param.slot.shape, "float32", (start, stop), read, write)
 
@@ -134,10 +134,9 @@ def coded_held(seat: Seat, part: Part, number: int, rank: int) -> Held:
     def read(first: int, last: int) -> Tensor:
         low, high = at + (first - start) * slot.row, at + (last - start) * slot.row
         begin, end = low // BLOCK * BLOCK, min(-(-high // BLOCK) * BLOCK, part.numel)
-        rows = part.state.rows(begin, end)
-        assert isinstance(rows, AdamRows)
-        assert rows.scales is not None
-        wide = decode(rows.exp_avg, rows.exp_avg_sq, rows.scales)[number][low - begin : high - begin]
+        first_codes, second_codes = (part.read(name, begin, end) for name in MOMENTS)
+        scales = part.read("scales", scale_count(begin), scale_count(end))
+        wide = decode(first_codes, second_codes, scales)[number][low - begin : high - begin]
         return wide.view(last - first, *slot.shape[1:]) if slot.shape else wide.view(())
 
     def write(first: int, rows: Tensor) -> None:
@@ -146,14 +145,29 @@ def coded_held(seat: Seat, part: Part, number: int, rank: int) -> Held:
     return Held(seat.param.name, seat.kind(key), slot.shape, "float32", (start, stop), read, write)
 
 
+def paged_held(seat: Seat, part: Part, key: str, rank: int) -> Held:
+    """Moments on the disk, read and written there a chunk at a time."""
+    slot, (at, _), name = seat.param.slot, part.spans[seat.index], part.moments[key]
+    start, stop = slot.rows(rank)
+
+    def read(first: int, last: int) -> Tensor:
+        flat = part.read(name, at + (first - start) * slot.row, at + (last - start) * slot.row)
+        return flat.view(last - first, *slot.shape[1:]) if slot.shape else flat.view(())
+
+    def write(first: int, rows: Tensor) -> None:
+        part.write(name, at + (first - start) * slot.row, rows.float().cpu().reshape(-1))
+
+    return Held(seat.param.name, seat.kind(key), slot.shape, "float32", (start, stop), read, write)
+
+
 def codes_of(part: Part, rank: int) -> dict[str, Any]:
     """The very codes of 8-bit moments, and where they belong. Decoding and encoding again would round them
     anew; a run with the same rows takes these instead."""
-    assert isinstance(part.state, AdamRows)
     where = [
         [p.name, at, list(p.slot.rows(rank))] for p, (at, _) in zip(part.params, part.spans, strict=True)
     ]
-    return {"where": where, "codes": [part.state.exp_avg, part.state.exp_avg_sq, part.state.scales]}
+    ends = {"exp_avg": part.numel, "exp_avg_sq": part.numel, "scales": scale_count(part.numel)}
+    return {"where": where, "codes": [part.read(name, 0, end) for name, end in ends.items()]}
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -176,13 +190,15 @@ def snapshot_of(
     answers = together(peers, what, lambda: [untimely(runtime), pack(_plain_state(seats))[0]])
     refuse_untimely("save", [problem for problem, _ in answers])
     runtime.settle_host()
-    held = [parameter_held(p, rank) for p in runtime.params]
+    held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
     for seat in seats:
         if not seat.untouched:
             tensors = {key: value for key, value in seat.state.items() if isinstance(value, Tensor)}
             held += [state_held(seat, key, value, rank) for key, value in tensors.items()]
             if seat.part is not None and seat.part.coded:
                 held += [coded_held(seat, seat.part, number, rank) for number in range(len(MOMENTS))]
+            elif seat.part is not None and not seat.part.visible:
+                held += [paged_held(seat, seat.part, key, rank) for key in seat.part.moments]
     buffers = buffers_of(model)
     if rank == 0:  # ranks' batch statistics drift apart between broadcasts: rank 0's are the model's
         # Forward changes buffers, and a background save reads while it runs.
@@ -196,6 +212,7 @@ def snapshot_of(
     own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
+    own["sync"] = runtime.pace.own()
     own["codes"] = [codes_of(part, rank) for part in host_parts(runtime) if part.coded]
     return Snapshot(held, _values(runtime, company, plain), own)
 
@@ -214,6 +231,7 @@ def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[s
         "norm": runtime.norm,
         "host_norm": updates.norm if updates is not None else None,
         "world": runtime.transport.size,
+        "sync": runtime.pace.values(),
         "options": asdict(runtime.options),
         "optimizers": optimizers,
         "plain_state": plain,
@@ -247,7 +265,7 @@ def untimely(runtime: Runtime) -> str | None:
             "between backward and optimizer.step() the host's updates are under way, so its state is that of "
             "no step. Call optimizer.step() first, or zero_grad() to drop the gradients"
         )
-    return None
+    return runtime.pace.untimely()
 
 
 def refuse_untimely(verb: str, problems: Sequence[str | None]) -> None:

@@ -14,11 +14,14 @@ class Stats:
       ``publish``: updated parameters of stages 1 and 2, ``collect``, ``broadcast``).
     - `waited`: seconds this rank waited for others, by kind.
     - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
-      ``buckets``; with offload ``host``, ``staging``).
+      ``buckets``; with offload ``host``, ``staging``, ``disk``).
     - `norm`: of the last gradient, before clipping, where `clip_norm` measures it.
     - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known),
       ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded
       the limit, and done again).
+    - `sync`: the policy in force, the same on all ranks; `switches`: each change of it and why, a line each.
+    - `planned`: under a plan, what it foresaw by kind, to hold against `peak`: the lasting kinds,
+      ``activations``, and ``device`` for all of the device at its fullest.
     - `data_parallel`: bytes that plain data-parallel training of this model would hold (parameters,
       gradients, state).
     """
@@ -32,6 +35,9 @@ class Stats:
     data_parallel: int = 0
     norm: float = 0.0
     updates: dict[str, int] = field(default_factory=dict)
+    sync: str = ""
+    switches: tuple[str, ...] = ()
+    planned: dict[str, int] = field(default_factory=dict)
 
     def __sub__(self, before: Stats) -> Stats:
         """What happened between two moments. Live and peak bytes are those of the later one."""
@@ -49,6 +55,9 @@ class Stats:
             self.data_parallel,
             self.norm,
             less(self.updates, before.updates),
+            self.sync,
+            self.switches[len(before.switches) :],
+            self.planned,
         )
 
     def as_dict(self) -> dict[str, Any]:

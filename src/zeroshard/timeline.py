@@ -21,6 +21,7 @@ KINDS = (
     "activations",
     "update",
     "inputs",
+    "margin",
 )
 WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
 IN_FLIGHT = 7  # parts of the host update that may be on the device at a time where gradients are not kept
@@ -191,11 +192,9 @@ def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Wei
 def _update(setup: Setup) -> int:
     """Temporaries of torch's own step on the device: gradients widened to the master's dtype, and what
     foreach makes."""
-    if setup.on_host:
-        return 0
     total = widened = 0
     largest = 0
-    for bundle in setup.bundles:
+    for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
         for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
             if weight.trainable and weight.rule >= 0:
                 size = slot.held(setup.rank) * WIDTHS[bundle.master]

@@ -75,6 +75,12 @@ class _Stretch:
         default_factory=list
     )  # the most that lived before the first, after the first, …
     like: _Stretch | None = None
+    standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
+
+    @property
+    def real(self) -> int:
+        """Bytes that its tensors in this trace really keep for backward."""
+        return self.saved if self.like is None else self.standing
 
     def done(self) -> Segment:
         source = self.like or self
@@ -218,7 +224,8 @@ class Tracer:
         key = (
             type(module),
             str(tree),
-            tuple(_sight(x) for x in leaves),
+            self.recompute(name),
+            tuple((_sight(x), self._is_saved(x)) for x in leaves),
             tuple(_sight(p) for p in module.parameters()),
         )
         outer = self._stretches[-1].unit
@@ -233,7 +240,8 @@ class Tracer:
             )
             output = kept(*args, **kwargs)
             flat, out_tree = tree_flatten(output)
-            self._twins[key] = (self._stretches[-1], ([_sight(x) for x in flat], out_tree))
+            sights = [(*_sight(x), self._is_saved(x)) for x in flat]
+            self._twins[key] = (self._stretches[-1], (sights, out_tree))
         self._begin(outer)
         return output
 
@@ -245,7 +253,11 @@ class Tracer:
         stretch.like = like
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         wanted = [o for o in outputs if o[0] == "tensor"]
-        made = iter(_Stand.apply(wanted, partial(self._arrive, stretch), *tensors))  # type: ignore[no-untyped-call]
+        standing = _Stand.apply(wanted, partial(self._arrive, stretch), *tensors)  # type: ignore[no-untyped-call]
+        for tensor, output in zip(standing, wanted, strict=True):
+            if output[-1]:  # the first one saved it, and what comes next shall not count it again
+                stretch.standing += self._save(tensor)
+        made = iter(standing)
         return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in outputs], tree)
 
     # ------------------------------------------------------------------ what is counted
@@ -284,7 +296,7 @@ class Tracer:
         """Bytes really saved up to and including a stretch; repeated ones saved nothing."""
         total = 0
         for other in self._stretches:
-            total += other.saved if other.like is None else 0
+            total += other.real
             if other is stretch:
                 break
         return total
@@ -295,12 +307,20 @@ class Tracer:
 
     def _pack(self, tensor: Tensor) -> Any:
         stretch = self._backward or self._stretches[-1]
-        storage = tensor.untyped_storage()
-        if self._backward is None and storage._cdata not in self._saved:
-            self._saved[storage._cdata] = None
-            weakref.finalize(storage, self._saved.pop, storage._cdata, None)
-            stretch.saved += storage.nbytes()
+        if self._backward is None and not self._is_saved(tensor):
+            stretch.saved += self._save(tensor)
         return stretch, tensor
+
+    def _is_saved(self, value: Any) -> bool:
+        """Whether autograd keeps this memory already (or the model does: weights and inputs)."""
+        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self._saved
+
+    def _save(self, tensor: Tensor) -> int:
+        """From now on it is kept; its bytes."""
+        storage = tensor.untyped_storage()
+        self._saved[storage._cdata] = None
+        weakref.finalize(storage, self._saved.pop, storage._cdata, None)
+        return storage.nbytes()
 
     def _unpack(self, packed: Any) -> Tensor:
         stretch, tensor = packed
@@ -350,7 +370,7 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: list[Any], arrive: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.arrive, ctx.shapes = arrive, [(t.shape, t.dtype, t.requires_grad) for t in tensors]
-        return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, _ in outputs)
+        return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, *_ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -15,17 +15,18 @@ from .part import Part, Stretch
 
 @torch.no_grad()
 def take_back(part: Part, grad: Tensor, run: Stretch, block: int = 1 << 20) -> None:
-    """The state before a run, from the state after it and the gradient: the inverse formula in fp64."""
+    """The state before a run, from the state after it and the gradient: the inverse formula in fp64. The
+    state is in memory."""
     weights, step = _joined_weights(part), run.step
     for at in range(run.start, run.stop, block):
         rows = slice(at, min(at + block, run.stop))
         g = grad[rows].double() * step.grad_scale * (-1.0 if step.maximize else 1.0)
-        if isinstance(part.state, AdamRows):
+        if isinstance(part.rows, AdamRows):
             assert isinstance(step, AdamStep)
-            _take_back_adam(part.state, weights, g, step, rows)
+            _take_back_adam(part.rows, weights, g, step, rows)
         else:
             assert isinstance(step, SgdStep)
-            _take_back_sgd(part.state, weights, g, step, rows)
+            _take_back_sgd(part.rows, weights, g, step, rows)
     if part.splits:
         _store_split(part, weights)
 
@@ -74,18 +75,18 @@ def _take_back_sgd(state: SgdRows, w: Tensor, g: Tensor, step: SgdStep, rows: sl
 
 
 def _joined_weights(part: Part) -> Tensor:
-    if part.state.master is not None:
-        return part.state.master
-    assert part.state.remainder is not None
+    if part.rows.master is not None:
+        return part.rows.master
+    assert part.rows.remainder is not None
     weight = torch.zeros(part.numel, dtype=torch.bfloat16)
     for (at, n), target in zip(part.spans, part.targets, strict=True):
         weight[at : at + n].copy_(target)
-    return join(weight, part.state.remainder)
+    return join(weight, part.rows.remainder)
 
 
 def _store_split(part: Part, master: Tensor) -> None:
-    assert part.state.remainder is not None
+    assert part.rows.remainder is not None
     weight, remainder = split(master)
-    part.state.remainder.copy_(remainder)
+    part.rows.remainder.copy_(remainder)
     for (at, n), target in zip(part.spans, part.targets, strict=True):
         target.copy_(weight[at : at + n])

@@ -3,9 +3,9 @@ here imports it.
 
 A checkpoint is a folder of safetensors files and a manifest, and it exists if and only if its manifest does.
 
-Who is imported by whom: `elements`, `wording`, `plainjson`, `disk` → `records`, `ranges`, `values` →
-`tensorfile` → `manifest` → `claim` → `shelf` → `reader`, `agree` → `saving`, `loading`, `verifying`,
-`exporting` → `staging`, `background`, `distcp`, `sources`.
+Who is imported by whom: `elements`, `wording`, `plainjson`, `disk` → `records`, `ranges`, `values`,
+`blocks` → `tensorfile` → `manifest` → `claim` → `shelf` → `reader`, `agree` → `saving`, `loading`,
+`verifying`, `exporting` → `staging`, `background`, `distcp`, `sources`.
 """
 
 from zeroshard.checkpoint.background import PendingSave, Saver

@@ -15,6 +15,7 @@ _START = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 write = os.write
+write_at = os.pwrite
 sync = os.fdatasync if hasattr(os, "fdatasync") else os.fsync
 
 

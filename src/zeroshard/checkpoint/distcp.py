@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.blocks import read_into
 from zeroshard.checkpoint.elements import dtype_name
-from zeroshard.checkpoint.tensorfile import open_regular, read_into
+from zeroshard.checkpoint.tensorfile import open_regular
 from zeroshard.checkpoint.wording import os_error, quoted
 from zeroshard.errors import CheckpointError
 

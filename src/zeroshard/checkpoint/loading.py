@@ -163,8 +163,14 @@ def _fill(reader: Reader, fit: Match) -> None:
             work.append((span.file, span.offset, held, entry, span, start, stop))
     work.sort(key=lambda item: item[:2])
     for _, _, held, entry, span, start, stop in work:
-        for first, rows in reader.span_rows(entry, span, start, stop):
-            held.write(first, rows if entry.dtype == held.dtype else rows.to(DTYPE[held.dtype]))
+        done = (start, start)
+        if held.place is not None and entry.dtype == held.dtype:
+            mine = held.place[start - held.rows[0] : stop - held.rows[0]]
+            done = reader.fill(entry, span, start, stop, mine)
+        for first, last in ((start, done[0]), (done[1], stop)):
+            if first < last:
+                for row, rows in reader.span_rows(entry, span, first, last):
+                    held.write(row, rows if entry.dtype == held.dtype else rows.to(DTYPE[held.dtype]))
 
 
 def _values(reader: Reader, peers: Peers) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -16,11 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zeroshard.checkpoint.blocks import read_into
 from zeroshard.checkpoint.elements import SIZE, height, row_bytes
 from zeroshard.checkpoint.plainjson import dump, parse
 from zeroshard.checkpoint.ranges import block_rows
 from zeroshard.checkpoint.records import slot
-from zeroshard.checkpoint.tensorfile import open_regular, read_into
+from zeroshard.checkpoint.tensorfile import open_regular
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
 

@@ -4,22 +4,23 @@ sees it."""
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from zeroshard.checkpoint.blocks import Lanes, read_block, read_into
 from zeroshard.checkpoint.elements import DTYPE, byte_view
 from zeroshard.checkpoint.manifest import Entry, Manifest, Span, read_manifest
 from zeroshard.checkpoint.ranges import block_rows, overlaps
 from zeroshard.checkpoint.records import CHUNK
 from zeroshard.checkpoint.shelf import tensors_of
-from zeroshard.checkpoint.tensorfile import open_regular, parse_header, read_header_bytes, read_into
+from zeroshard.checkpoint.tensorfile import open_regular, parse_header, read_header_bytes
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.config import show_bytes
 from zeroshard.errors import CheckpointError
+from zeroshard.native import crc32
 
 _MOST_OPEN = 16
 
@@ -33,6 +34,7 @@ class Reader:
         self._open: dict[int, int] = {}
         self._proven: set[int] = set()
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._lanes = Lanes()
 
     def __enter__(self) -> Reader:
         return self
@@ -40,6 +42,7 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._lanes.__exit__(kind, error, trace)
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
@@ -78,7 +81,7 @@ class Reader:
     def _prove_header(self, fd: int, number: int, path: Path) -> None:
         """The header must be the one that was saved, and must say the same as the manifest."""
         raw = read_header_bytes(fd, path)
-        if zlib.crc32(raw) != self.manifest.files[number].header_sum:
+        if crc32(memoryview(raw)) != self.manifest.files[number].header_sum:
             raise CheckpointError(f"{path}: the header does not match its checksum: damaged.")
         spots = parse_header(raw, os.fstat(fd).st_size, path)
         for entry, span in self.manifest.in_file(number):
@@ -115,26 +118,51 @@ class Reader:
             # Up to the end of the block in which the last wanted row lies, or the end of the span.
             wanted = min(first + step, stop)
             last = min(span.stop, span.start + -(-(wanted - span.start) // block) * block)
-            data = self._read(entry, span, first, last, block)
+            data = self._read(entry, span, first, last)
             rows = data.view(dtype).view((last - first, *entry.shape[1:]) if entry.shape else (1,))
             keep = rows[max(0, start - first) : wanted - first]
             yield max(first, start), keep if entry.shape else keep.reshape(())
 
-    def _read(self, entry: Entry, span: Span, first: int, last: int, block: int) -> torch.Tensor:
+    def _read(self, entry: Entry, span: Span, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) as bytes; `first` begins a block."""
-        width, count = entry.row_bytes, (last - first) * entry.row_bytes
-        fd, path = self.file(span.file), self.path / self.manifest.files[span.file].name
+        count = (last - first) * entry.row_bytes
         if self._buffer.numel() < count:
             self._buffer = _room(max(count, min(CHUNK, entry.bytes)), entry)
         data = self._buffer[:count]
         view = byte_view(data)
-        read_into(fd, view, span.offset + (first - span.start) * width, path)
-        for at in range(0, count, block * width):
-            number = (first - span.start) // block + at // (block * width)
-            if zlib.crc32(view[at : at + block * width]) != span.sum(number):
-                row = first + at // width
-                raise self._damaged(entry, path, row, min(row + block, last))
+        self._read_blocks(entry, span, first, last, view)
         return data
+
+    def _read_blocks(self, entry: Entry, span: Span, first: int, last: int, into: memoryview) -> None:
+        """Rows [first, last) of a span; `first` begins a block and `last` ends one."""
+        width, block = entry.row_bytes, block_rows(entry.row_bytes, self.manifest.block)
+        fd, path = self.file(span.file), self.path / self.manifest.files[span.file].name
+
+        def read(row: int) -> tuple[int, int]:
+            piece = into[(row - first) * width : (min(row + block, last) - first) * width]
+            return row, read_block(fd, piece, span.offset + (row - span.start) * width, path)
+
+        for row, found in self._lanes.map(read, range(first, last, block)):
+            if found != span.sum((row - span.start) // block):
+                raise self._damaged(entry, path, row, min(row + block, last))
+
+    def fill(self, entry: Entry, span: Span, start: int, stop: int, place: torch.Tensor) -> tuple[int, int]:
+        """Read what whole blocks hold of rows [start, stop) straight into `place`, the memory of just these
+        rows, and return the rows that were read: the others share their blocks with rows of someone else."""
+        width = entry.row_bytes
+        if not width:
+            return start, start
+        block = block_rows(width, self.manifest.block)
+        first = span.start + -(-(start - span.start) // block) * block
+        last = stop if stop == span.stop else span.start + (stop - span.start) // block * block
+        if first >= last:
+            return start, start
+        view = byte_view(place.reshape(-1).view(torch.uint8))
+        step = block * max(1, CHUNK // (block * width))
+        for row in range(first, last, step):
+            until = min(row + step, last)
+            self._read_blocks(entry, span, row, until, view[(row - start) * width : (until - start) * width])
+        return first, last
 
     def stream(self, entry: Entry, span: Span) -> Iterator[torch.Tensor]:
         """The bytes of a span in order, a chunk at a time however large its rows are.
@@ -152,7 +180,7 @@ class Reader:
             data = self._buffer[: min(end - at, CHUNK)]
             view = byte_view(data)
             read_into(fd, view, span.offset + at, path)
-            running = zlib.crc32(view, running)
+            running = crc32(view, running)
             yield data
             at += len(view)
             if at == end:

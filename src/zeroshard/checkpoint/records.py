@@ -7,7 +7,7 @@ groups.
 - **rows**: a range of dim 0 of a named tensor; a tensor without dims has one row.
 - **kind**: what the tensor is. ``parameter`` and ``buffer`` are the model (one namespace); ``state:<key>`` is
   the optimizer's (``state:exp_avg``); ``rank:<r>`` belongs to rank r alone (its RNG); ``residual…`` to a
-  codec.
+  codec, ``sync:<key>`` to the policy by which the ranks meet.
 - **span**: rows of one tensor that lie in one file.
 - **block**: the rows of a span that share one checksum.
 """
@@ -29,7 +29,7 @@ BLOCK = 4 << 20  # bytes that share a checksum: small enough that reading part o
 FILE_LIMIT = 4 << 30  # bytes of one rank file
 
 # Kinds whose absence is no error: they belong to one rank of one world size, or to one save.
-OPTIONAL_KINDS = ("rank", "residual", "value", "own")
+OPTIONAL_KINDS = ("rank", "residual", "sync", "value", "own")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Held:
     `read(start, stop)` returns those rows (any device; shape ``(stop - start, *shape[1:])``, or ``()`` for a
     tensor without dims) and may reuse its memory at the next call. `write(start, rows)` stores rows (host
     memory, of `dtype`) and must have copied them when it returns. Both take row numbers of the whole tensor,
-    and are called by one thread at a time.
+    and are called by one thread at a time. `place` is the memory of the rows themselves where they rest in
+    host memory as they are stored: then loading reads straight into it, and calls `write` for the rest only.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Held:
     rows: tuple[int, int]
     read: Callable[[int, int], torch.Tensor]
     write: Callable[[int, torch.Tensor], None]
+    place: torch.Tensor | None = None
 
     @classmethod
     def of(cls, name: str, kind: str, local: torch.Tensor, start: int = 0, total: int | None = None) -> Held:
@@ -64,7 +66,10 @@ class Held:
                 place = local[first - start : first - start + rows.shape[0]] if local.dim() else local
                 place.copy_(rows)
 
-        return cls(name, kind, tuple(shape), dtype_name(local.dtype), (start, start + count), read, write)
+        plain = local.device.type == "cpu" and local.is_contiguous() and bool(local.dim())
+        place = local.detach() if plain else None
+        rows = (start, start + count)
+        return cls(name, kind, tuple(shape), dtype_name(local.dtype), rows, read, write, place)
 
     @property
     def height(self) -> int:

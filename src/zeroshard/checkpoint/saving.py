@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ import torch
 
 from zeroshard.checkpoint import claim, disk, shelf
 from zeroshard.checkpoint.agree import AgreedError, on_first, together
+from zeroshard.checkpoint.blocks import Lanes
 from zeroshard.checkpoint.elements import SIZE, as_bytes, height, row_bytes
 from zeroshard.checkpoint.manifest import NAME, Entry, Head, Manifest, RankFile, Span, encode
 from zeroshard.checkpoint.ranges import (
@@ -166,11 +166,14 @@ class Job:
         tasks = sorted(tasks, key=lambda task: -SIZE[self.held[task.index].dtype])
         widths = [held.row_bytes for held in self.held]
         files, spans = [], []
-        for part, group in enumerate(into_files(tasks, widths, FILE_LIMIT)):
-            name = f"rank-{self.peers.rank:05d}-of-{self.peers.size:05d}" + (f"-{part:04d}" if part else "")
-            file, found = write_file(staging / f"{name}.safetensors", self.held, group)
-            spans += [[part, *span] for span in found]
-            files.append(file)
+        with Lanes() as lanes:
+            for part, group in enumerate(into_files(tasks, widths, FILE_LIMIT)):
+                name = f"rank-{self.peers.rank:05d}-of-{self.peers.size:05d}" + (
+                    f"-{part:04d}" if part else ""
+                )
+                file, found = write_file(staging / f"{name}.safetensors", self.held, group, lanes)
+                spans += [[part, *span] for span in found]
+                files.append(file)
         return {"files": files, "spans": spans}
 
     def _await(self, staging: Path) -> None:
@@ -221,7 +224,9 @@ def save(path: str | os.PathLike[str], snapshot: Snapshot, peers: Peers, *, keep
     return Job(path, snapshot, peers, keep).run()
 
 
-def write_file(path: Path, held: Sequence[Held], tasks: Sequence[Task]) -> tuple[list[Any], list[list[Any]]]:
+def write_file(
+    path: Path, held: Sequence[Held], tasks: Sequence[Task], lanes: Lanes
+) -> tuple[list[Any], list[list[Any]]]:
     """Stream rows into one file: ``[name, bytes, header checksum]``, and ``[index, start, stop, offset,
     checksums]`` each."""
     table = []
@@ -230,7 +235,7 @@ def write_file(path: Path, held: Sequence[Held], tasks: Sequence[Task]) -> tuple
         shape = (task.stop - task.start, *item.shape[1:]) if item.shape else ()
         table.append((f"{item.kind}:{item.name}[{task.start}:{task.stop}]", item.dtype, shape))
     header, spots = header_of(table, {"format": "pt", "by": "zeroshard"})
-    writer = TensorFileWriter(path, header)
+    writer = TensorFileWriter(path, header, lanes)
     try:
         spans = []
         for task, spot in zip(tasks, spots, strict=True):
@@ -259,10 +264,8 @@ def _stream(held: Held, task: Task, writer: TensorFileWriter) -> bytes:
                 "expected "
                 f"{(stop - start) * width}."
             )
-        for at in range(0, len(data), block * width):
-            piece = data[at : at + block * width]
-            sums += zlib.crc32(piece).to_bytes(4, "big")
-            writer.write(piece)
+        for found in writer.write_blocks(data, block * width):
+            sums += found.to_bytes(4, "big")
     return bytes(sums)
 
 

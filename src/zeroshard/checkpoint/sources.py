@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import distcp
+from zeroshard.checkpoint.blocks import read_into
 from zeroshard.checkpoint.elements import DTYPE, byte_view, dtype_name, height
 from zeroshard.checkpoint.manifest import NAME
 from zeroshard.checkpoint.plainjson import parse
@@ -28,7 +29,6 @@ from zeroshard.checkpoint.tensorfile import (
     open_regular,
     parse_header,
     read_header_bytes,
-    read_into,
 )
 from zeroshard.checkpoint.wording import quoted, some
 from zeroshard.errors import CheckpointError

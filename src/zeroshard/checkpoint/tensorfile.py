@@ -12,17 +12,19 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import disk
+from zeroshard.checkpoint.blocks import Lanes, read_into, write_at, write_block
 from zeroshard.checkpoint.elements import CODE, NAME_OF_CODE, SIZE
 from zeroshard.checkpoint.plainjson import parse
 from zeroshard.checkpoint.wording import os_error, quoted
 from zeroshard.errors import CheckpointError
+from zeroshard.native import crc32
 
 # Bytes: a header is read whole, so a claim of more is refused before anything is allocated.
 HEADER_LIMIT = 64 << 20
@@ -70,10 +72,11 @@ def header_of(
 class TensorFileWriter:
     """Writes bytes in order to a new file. `close` returns once they are on the device."""
 
-    def __init__(self, path: Path, header: bytes) -> None:
+    def __init__(self, path: Path, header: bytes, lanes: Lanes | None = None) -> None:
         self.path = path
         self.written = 0
         self.header_sum = zlib.crc32(header)
+        self._lanes = lanes
         self._gathered = bytearray()
         self._flushed = 0
         try:
@@ -85,21 +88,44 @@ class TensorFileWriter:
         self.write(memoryview(header))
 
     def write(self, data: memoryview) -> None:
-        self.written += len(data)
-        if len(data) < _GATHER // 4:
-            self._gathered += data
-            if len(self._gathered) < _GATHER:
-                return
-            data = memoryview(b"")
-        if self._gathered:
-            self._put(memoryview(self._gathered))
-            self._gathered = bytearray()
-        self._put(data)
+        """Append."""
+        if not self._gather(data):
+            self._put(data, lambda at: write_at(self._fd, data, at))
 
-    def _put(self, data: memoryview) -> None:
+    def write_blocks(self, data: memoryview, block: int) -> list[int]:
+        """Append, and return the checksum of every `block` bytes."""
+        pieces = [(at, data[at : at + block]) for at in range(0, len(data), block)]
+        if self._gather(data):
+            return [crc32(piece) for _, piece in pieces]
+        sums: list[int] = []
+
+        lanes = self._lanes
+        assert lanes is not None
+
+        def write(begin: int) -> None:
+            sums.extend(lanes.map(lambda job: write_block(self._fd, job[1], begin + job[0]), pieces))
+
+        self._put(data, write)
+        return sums
+
+    def _gather(self, data: memoryview) -> bool:
+        """Collect what is small, to write it with what follows."""
+        if len(data) >= _GATHER // 4:
+            return False
+        self._gathered += data
+        self.written += len(data)
+        if len(self._gathered) >= _GATHER:
+            self._put(memoryview(b""), lambda at: None)
+        return True
+
+    def _put(self, data: memoryview, write: Callable[[int], None]) -> None:
+        """What was gathered, then what `write` puts at the offset it is given."""
         try:
-            while data:
-                data = data[disk.write(self._fd, data) :]
+            if self._gathered:
+                gathered, self._gathered = self._gathered, bytearray()
+                write_at(self._fd, memoryview(gathered), self.written - len(gathered))
+            write(self.written)
+            self.written += len(data)
             if self.written - self._flushed >= disk.WRITEBACK:
                 disk.start_writeback(self._fd, self._flushed, self.written - self._flushed)
                 self._flushed = self.written
@@ -108,7 +134,7 @@ class TensorFileWriter:
 
     def close(self) -> None:
         try:
-            self._put(memoryview(self._gathered))
+            self._put(memoryview(b""), lambda at: None)
             disk.sync(self._fd)
         except OSError as error:
             raise os_error(error, "writing", self.path) from error
@@ -135,21 +161,6 @@ def open_regular(path: Path, follow: bool = False) -> int:
         os.close(fd)
         raise CheckpointError(f"{path} is not a regular file.")
     return fd
-
-
-def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill `buffer` from `offset`, or say that the file is too short."""
-    at = 0
-    try:
-        while at < len(buffer):
-            count = os.preadv(fd, [buffer[at:]], offset + at)
-            if not count:
-                raise CheckpointError(
-                    f"{path} ends at byte {offset + at} and {len(buffer) - at} more are needed: truncated."
-                )
-            at += count
-    except OSError as error:
-        raise os_error(error, "reading", path) from error
 
 
 def read_header_bytes(fd: int, path: Path) -> bytes:

@@ -5,9 +5,15 @@ the terminal; lines of the others come with their rank in front. If a rank fails
 last line names the first that failed and how, and the exit code is that rank's (128 + the signal for one that
 was killed).
 
+With --max-restarts a failed rank starts the whole job again, by itself; a script that calls `run.resume()`
+then goes on from the latest complete checkpoint of the --resume folder. --ranks 1:4 begins with 4, and goes
+on with one fewer where a rank failed again before another checkpoint was complete. SIGTERM is passed on: a
+script that asks `run.preempted()` saves and leaves with exit code 75, and no restart follows.
+
 examples:
   zeroshard run --ranks 2 train.py --lr 3e-4
   zeroshard run --ranks 8 --threads 1 --timeout 600 -m project.train
+  zeroshard run --ranks 1:4 --max-restarts 3 --resume ckpt train.py
 """
 
 from __future__ import annotations
@@ -15,13 +21,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zeroshard.launch.job import Job
+from zeroshard.launch.job import Job, rank_range
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     add = parser.add_argument
-    add("--ranks", type=int, required=True, metavar="N", help="how many processes to start")
+    add("--ranks", required=True, metavar="N", help="how many processes to start; MIN:MAX with restarts")
+    add("--max-restarts", type=int, default=0, metavar="N", help="start again after a failure, N times")
+    add("--resume", type=Path, metavar="FOLDER", help="the folder of checkpoints, for `run.resume()`")
+    add(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds to save and leave after SIGTERM or Ctrl-C (default 30)",
+    )
     add("--threads", type=int, metavar="T", help="threads per rank (OMP_NUM_THREADS; default: cores / N)")
     add(
         "--timeout",
@@ -44,9 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code: in the launcher that of the run, in each forked rank that of the script."""
     from zeroshard.launch import local
 
+    fewest, most = rank_range(arguments.ranks)
     return local.run(
         Job(
-            ranks=arguments.ranks,
+            ranks=most,
+            fewest=fewest,
+            restarts=arguments.max_restarts,
+            resume=arguments.resume,
+            grace=arguments.grace,
             target=arguments.target,
             arguments=tuple(arguments.arguments),
             module=arguments.module,

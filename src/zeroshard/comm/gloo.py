@@ -121,6 +121,7 @@ class GlooTransport(Transport):
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         self._finish_last(source, key)
+        source.state["source"] = True
         totals = [sum(numel for _, numel in segments) for segments in cuts]
         mine = self._pack(source, key, cuts[self.rank])
         sends = [(peer, mine) for peer in self._peers] if totals[self.rank] else []
@@ -179,7 +180,8 @@ class GlooTransport(Transport):
 
     def fence(self) -> None:
         with self.counters.waiting("fence"):
-            for region in list(self._sends):
+            # Wires have `fill`: a reduction may take longer than the step that started it.
+            for region in [region for region in self._sends if "source" in region.state]:
                 self._settle(region)
 
     # Small agreements

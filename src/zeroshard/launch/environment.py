@@ -8,18 +8,20 @@ import platform
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import OptionError, RankError
 from zeroshard.launch import announce
 from zeroshard.launch.announce import Announcement
+from zeroshard.launch.job import RESUME
 from zeroshard.launch.outcome import rank_list
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-__all__ = ["Announcement", "announced", "join"]
+__all__ = ["Announcement", "announced", "join", "resume_folder"]
 
 _CPU = "cpu"
 _PATIENCE = timedelta(minutes=5)
@@ -28,6 +30,12 @@ _PATIENCE = timedelta(minutes=5)
 def announced() -> Announcement | None:
     """The group that this process's environment announces, or `None`."""
     return announce.announced(os.environ)
+
+
+def resume_folder() -> Path | None:
+    """The folder that `zeroshard run --resume` named, or `None`."""
+    folder = os.environ.get(RESUME)
+    return Path(folder) if folder else None
 
 
 def join(device: torch.device | str | None = None, patience: timedelta = _PATIENCE) -> bool:

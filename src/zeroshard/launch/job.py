@@ -13,9 +13,20 @@ from zeroshard.errors import OptionError
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
 
 
+# The environment variable by which ranks learn of `--resume`.
+RESUME = "ZEROSHARD_RESUME"
+# The exit code of a run that was told to stop and saved first: EX_TEMPFAIL of sysexits.h, "try again later".
+PREEMPTED = 75
+USAGE = 2
+
+
 @dataclass(frozen=True)
 class Job:
-    """A script or module, and how many ranks of it to run on this host."""
+    """A script or module, and how many ranks of it to run on this host.
+
+    After a failure it is started again up to `restarts` times, with no fewer than `fewest` ranks. `resume` is
+    the folder of its checkpoints; `grace` are the seconds in which a run that is told to stop may save.
+    """
 
     ranks: int
     target: str
@@ -26,14 +37,38 @@ class Job:
     log_dir: Path | None = None
     preload: tuple[str, ...] = PRELOAD
     store: bool = True
+    fewest: int | None = None
+    restarts: int = 0
+    resume: Path | None = None
+    grace: float = 30.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise OptionError(f"--ranks must be at least 1, not {self.ranks}")
+        if self.fewest is not None and not 1 <= self.fewest <= self.ranks:
+            raise OptionError(f"--ranks MIN:MAX must be 1 or more, smaller first: {self.fewest}:{self.ranks}")
+        if self.fewest not in (None, self.ranks) and not (self.restarts and self.resume):
+            raise OptionError(
+                f"--ranks {self.fewest}:{self.ranks} goes on with fewer ranks after a restart, so it needs "
+                "--max-restarts N and --resume FOLDER"
+            )
+        if self.restarts < 0:
+            raise OptionError(f"--max-restarts must be 0 or more, not {self.restarts}")
+        if not self.grace > 0:
+            raise OptionError(f"--grace must be a positive number of seconds, not {self.grace:g}")
         if self.threads is not None and self.threads < 1:
             raise OptionError(f"--threads must be at least 1, not {self.threads}")
         if self.timeout is not None and self.timeout <= 0:
             raise OptionError(f"--timeout must be a positive number of seconds, not {self.timeout:g}")
+
+
+def rank_range(text: str) -> tuple[int, int]:
+    """The fewest and the most ranks of `4` or `1:4`."""
+    least, colon, most = text.partition(":")
+    try:
+        return int(least), int(most if colon else least)
+    except ValueError:
+        raise OptionError(f"--ranks takes a number, or MIN:MAX as in 1:4, not {text!r}") from None
 
 
 def shared_environment(job: Job, environ: Mapping[str, str], cores: int) -> dict[str, str]:
@@ -48,12 +83,13 @@ def shared_environment(job: Job, environ: Mapping[str, str], cores: int) -> dict
     return {"OMP_NUM_THREADS": str(max(1, cores // job.ranks))}
 
 
-def rank_environment(job: Job, rank: int, address: str, port: int) -> dict[str, str]:
+def rank_environment(job: Job, rank: int, address: str, port: int, attempt: int = 0) -> dict[str, str]:
     """The variables that torchrun would set, so that a script cannot tell the difference.
 
     The launcher serves the store itself, on the port it got, and so says that every rank is a client of it.
     """
-    return {
+    resume = {} if job.resume is None else {RESUME: str(job.resume.absolute())}
+    return resume | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(job.ranks),
@@ -62,5 +98,6 @@ def rank_environment(job: Job, rank: int, address: str, port: int) -> dict[str, 
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.restarts),
     }

@@ -5,6 +5,9 @@ number. It listens on a port that the kernel chose before the first fork, so the
 race, and serves the store on that socket itself: a rank that connects early waits in the backlog, and the
 store outlives rank 0.
 
+A failed attempt leaves nothing to the next: every attempt has its own socket and store, so no rank can meet
+the address of a dead one, and is forked from the launcher as the first one was, so nothing is imported again.
+
 Nothing outlives the launcher. Ranks die with it by `PR_SET_PDEATHSIG`, even if it is killed by SIGKILL, and
 what they left behind when they failed becomes its child, since it is a subreaper, and is killed.
 """
@@ -23,9 +26,11 @@ from pathlib import Path
 
 from zeroshard.errors import OptionError
 from zeroshard.launch.job import Job, rank_environment, shared_environment
+from zeroshard.launch.outcome import Result, signal_name
 from zeroshard.launch.output import Screen
 from zeroshard.launch.prctl import adopt_orphans
 from zeroshard.launch.rank import Seat, become
+from zeroshard.launch.restart import Restarts
 from zeroshard.launch.watch import SIGNALS, Member, Watch
 
 _ADDRESS = "127.0.0.1"
@@ -39,28 +44,46 @@ def run(job: Job) -> int:
     """
     check(job)
     os.environ.update(shared_environment(job, os.environ, len(os.sched_getaffinity(0))))
-    started = time.monotonic()
+    begun = time.monotonic()
     for name in job.preload:
         importlib.import_module(name)
     adopt_orphans()
-    listener = socket.create_server((_ADDRESS, 0), backlog=max(128, job.ranks))
     # The launcher waits for these signals instead of handling them. Blocked before the first fork, none can
     # be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # Objects that are never freed are never written to by the collector, so ranks go on sharing their pages.
     gc.freeze()
+    screen = Screen(sys.stdout, sys.stderr)
+    restarts = Restarts(job, screen)
+    while True:
+        ended = attempt(restarts.begin(), restarts.done, begun, screen)
+        if isinstance(ended, Seat):
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            return become(ended, restarts.job)
+        if not restarts.again(ended):
+            return ended.code
+        stopped = signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, restarts.pause)
+        if stopped is not None:
+            screen.say(f"stopped by {signal_name(stopped.si_signo)} between two attempts")
+            return 128 + stopped.si_signo
+
+
+def attempt(job: Job, number: int, begun: float, screen: Screen) -> Seat | Result:
+    """Forks the ranks and watches them to their end; in a rank it returns its seat at once."""
+    started = time.monotonic() if number else begun
+    listener = socket.create_server((_ADDRESS, 0), backlog=max(128, job.ranks))
     members: list[Member] = []
     for rank in range(job.ranks):
-        placed = place(job, rank, listener, members)
+        placed = place(job, rank, number, listener, members)
         if isinstance(placed, Seat):
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return become(placed, job)
+            return placed
         members.append(placed)
-    watch = Watch(job, members, Screen(sys.stdout, sys.stderr), started)
+    watch = Watch(job, members, screen, started, begun)
     store = serve(listener) if job.store else None
-    code = watch.wait()
+    result = watch.wait()
+    listener.close()
     del store
-    return code
+    return result
 
 
 def check(job: Job) -> None:
@@ -76,7 +99,7 @@ def check(job: Job) -> None:
         )
 
 
-def place(job: Job, rank: int, listener: socket.socket, earlier: list[Member]) -> Seat | Member:
+def place(job: Job, rank: int, attempt: int, listener: socket.socket, earlier: list[Member]) -> Seat | Member:
     """Forks a rank. In the rank it returns its seat, in the launcher the member to watch."""
     report = os.pipe()
     streams = [os.pipe(), os.pipe()] if rank > 0 else []
@@ -99,7 +122,8 @@ def place(job: Job, rank: int, listener: socket.socket, earlier: list[Member]) -
         for descriptor in (member.report, member.stdout, member.stderr):
             if descriptor is not None:
                 os.close(descriptor)
-    return Seat(rank, launcher, rank_environment(job, rank, _ADDRESS, port), report[kept], stdout, stderr)
+    environment = rank_environment(job, rank, _ADDRESS, port, attempt)
+    return Seat(rank, launcher, environment, report[kept], stdout, stderr)
 
 
 def serve(listener: socket.socket) -> object:

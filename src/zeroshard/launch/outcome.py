@@ -68,6 +68,14 @@ class Ending:
         return self.report.at if self.report else self.at
 
 
+@dataclass(frozen=True)
+class Result:
+    """How an attempt ended: its exit code, and the rank to blame where the ranks themselves ended it."""
+
+    code: int
+    blamed: Ending | None = None
+
+
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """The rank to blame: the earliest that failed; one that lost a peer only where there is no other."""
     failures = [ending for ending in endings if ending.failed]

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zeroshard.launch.job import Job
+from zeroshard.launch.job import PREEMPTED, Job
 from zeroshard.launch.outcome import (
     Ending,
     Report,
+    Result,
     duration,
     exit_code,
     first_failure,
@@ -31,8 +32,6 @@ from zeroshard.launch.rank import STACKS
 SIGNALS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 TIMED_OUT = 124
 GRACE = 5.0
-# A user who stops a run may have a script that saves first.
-PATIENCE = 30.0
 _TICK = 0.1
 # How long the news that a peer is gone waits for the news of why.
 _HOLD = 0.5
@@ -71,10 +70,10 @@ def after_failure(now: float) -> Ladder:
     return Ladder(now, [(GRACE, signal.SIGTERM), (2 * GRACE, signal.SIGKILL)])
 
 
-def after_signal(number: signal.Signals, now: float, *, forward: bool) -> Ladder:
-    """The user stops the run; `forward` unless the terminal told the ranks already."""
-    first = [(0.0, number)] if forward else []
-    rungs = [*first, (PATIENCE, signal.SIGTERM), (PATIENCE + GRACE, signal.SIGKILL)]
+def after_signal(number: signal.Signals | None, now: float, patience: float) -> Ladder:
+    """The run is told to stop, and may save first. `number` is passed on; None where the ranks know."""
+    first = [(0.0, number)] if number is not None else []
+    rungs = [*first, (patience, signal.SIGTERM), (patience + GRACE, signal.SIGKILL)]
     return Ladder(now, rungs, patient=True)
 
 
@@ -84,13 +83,16 @@ def after_timeout(now: float) -> Ladder:
 
 
 class Watch:
-    """One run, from its ranks' start to the exit code."""
+    """One attempt, from its ranks' start to their end. `--timeout` counts from `begun`, the first one's
+    start."""
 
-    def __init__(self, job: Job, members: Sequence[Member], screen: Screen, started: float) -> None:
+    def __init__(
+        self, job: Job, members: Sequence[Member], screen: Screen, started: float, begun: float
+    ) -> None:
         self._job = job
         self._members = {member.pid: member for member in members}
         self._screen = screen
-        self._started = started
+        self._started, self._begun = started, begun
         self._ended: dict[int, tuple[int, float]] = {}
         self._stopped: set[int] = set()
         self._news: queue.SimpleQueue[tuple[int, Report]] = queue.SimpleQueue()
@@ -105,8 +107,8 @@ class Watch:
         for member in members:
             self._listen(member)
 
-    def wait(self) -> int:
-        """Returns when every rank has ended, with the exit code of the run."""
+    def wait(self) -> Result:
+        """Returns when every rank has ended."""
         while len(self._ended) < len(self._members):
             info = signal.sigtimedwait(SIGNALS, _TICK)
             if info is not None and info.si_signo != signal.SIGCHLD:
@@ -140,7 +142,7 @@ class Watch:
             self._ladder = Ladder(now, [(0.0, signal.SIGKILL)])
             return
         self._caught = number
-        self._ladder = after_signal(number, now, forward=not from_terminal)
+        self._ladder = after_signal(None if from_terminal else number, now, self._job.grace)
         if number == signal.SIGINT:
             self._screen.say("stopping; press Ctrl-C again to kill the ranks")
 
@@ -171,12 +173,15 @@ class Watch:
                 self._told.append(report)
 
     def _escalate(self, now: float) -> None:
-        failed = bool(self._reports) or any(status != 0 for status, _ in self._ended.values())
+        statuses = {status for status, _ in self._ended.values()}
+        failed = bool(self._reports) or bool(statuses - {0, PREEMPTED})
         limit = self._job.timeout
         # A rank that saves after Ctrl-C has time, until one of its peers is gone.
         if failed and (self._ladder is None or self._ladder.patient):
             self._ladder = after_failure(now)
-        elif self._ladder is None and limit is not None and now - self._started > limit:
+        elif self._ladder is None and PREEMPTED in statuses:
+            self._ladder = after_signal(None, now, self._job.grace)  # a rank was told, and told its peers
+        elif self._ladder is None and limit is not None and now - self._begun > limit:
             self._timed_out = True
             self._ladder = after_timeout(now)
         for number in self._ladder.due(now) if self._ladder else []:
@@ -202,7 +207,7 @@ class Watch:
             for rank, (status, at) in sorted(self._ended.items())
         ]
 
-    def _conclude(self) -> int:
+    def _conclude(self) -> Result:
         if self._ladder is not None:
             self._sweep()
         deadline = time.monotonic() + 1.0
@@ -211,20 +216,24 @@ class Watch:
         self._hear_reports(last=True)
         endings = self._endings()
         lasted = duration(time.monotonic() - self._started)
+        by = signal_name(self._caught or signal.SIGTERM)
+        if {ending.status for ending in endings} == {PREEMPTED}:
+            self._screen.say(f"told to stop by {by}: every rank left at the end of a step, after {lasted}")
+            return Result(PREEMPTED)
         if self._caught is not None:
-            self._screen.say(f"stopped by {signal_name(self._caught)} after {lasted}; all ranks have ended")
-            return 128 + self._caught
+            self._screen.say(f"stopped by {by} after {lasted}; all ranks have ended")
+            return Result(128 + self._caught)
         if self._timed_out:
             late = rank_list([ending.rank for ending in endings if ending.stopped])
             self._screen.say(
                 f"--timeout {self._job.timeout:g} is over and {late} had not ended (see the stacks above)"
             )
-            return TIMED_OUT
+            return Result(TIMED_OUT)
         first = first_failure(endings)
         if first is None:
-            return 0
+            return Result(0)
         self._screen.say(summary(endings, self._started))
-        return exit_code(first)
+        return Result(exit_code(first), first)
 
     def _sweep(self) -> None:
         """Kills what failed ranks left behind. What a script left after a good run is meant to run."""

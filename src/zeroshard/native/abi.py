@@ -71,6 +71,10 @@ class Moves(ctypes.Structure):
     _fields_ = _fields("i64: count; ptr: to source bytes times step", _TYPES)
 
 
+class Checksum(ctypes.Structure):
+    _fields_ = _fields("i64: count; ptr: source; u32: sum; i32: done", _TYPES)
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
     "sgd": Sgd,
@@ -82,6 +86,7 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "split": Halves,
     "join": Halves,
     "move": Moves,
+    "checksum": Checksum,
 }
 
 

@@ -6,6 +6,7 @@
  * Needs -O3 -ffp-contract=off -fno-math-errno: a fused multiply-add would change the last bit, and sqrtf
  * must be allowed to become one instruction. */
 #include "adam.h"
+#include "checksum.h"
 #include "moves.h"
 #include "sgd.h"
 #include "sums.h"
@@ -66,6 +67,9 @@ static int best_level(void) { return BASE; }
 #endif
 
 KERNELS(DEFINE)
+
+/* Chooses its instructions by itself. */
+EXPORT void zs_checksum(struct checksum *c) { checksum_body(c); }
 
 /* Restricts the instruction set, for tests; a level beyond the machine's is cut to it. Returns the level in
  * force. */

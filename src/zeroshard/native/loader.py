@@ -34,6 +34,9 @@ class Kernels:
         self.split = self._function(library, "split")
         self.join = self._function(library, "join")
         self.move = self._function(library, "move")
+        # A library from before it existed is as good for all else, and zlib takes its place.
+        known = hasattr(library, "zs_checksum")
+        self.checksum = self._function(library, "checksum") if known else None
 
     @staticmethod
     def _function(library: ctypes.CDLL, name: str) -> Callable[[Any], None]:

@@ -1,7 +1,9 @@
 """Where bytes rest when they are not on the device, and how they travel there and back."""
 
 from .copies import Copies, Mark
+from .paging import Page, Paging
 from .pinned import pinned
 from .ring import Ring, Stage
+from .scratch import Scratch, grains
 
-__all__ = ["Copies", "Mark", "Ring", "Stage", "pinned"]
+__all__ = ["Copies", "Mark", "Page", "Paging", "Ring", "Scratch", "Stage", "grains", "pinned"]

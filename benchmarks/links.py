@@ -1,0 +1,234 @@
+"""Step times over slow links: ranks in network namespaces of their own, rate and latency shaped.
+
+    python benchmarks/links.py --worlds 2 4 --mbit 10000 1000 100 --ms 0.1 1 10 --out
+
+Needs root. See `namespaces.py` for how the links are made; they are gone when this ends, also when killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from compare import environment
+from links_rank import Task, entries
+from models import WORKLOADS
+from namespaces import Link, Network, address, end_with_parent, network, why_not
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+EXACT = 1e-4  # relative, of the first losses: a system that trains another model is no faster
+
+
+def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, object]:
+    """All systems on one kind of link: the slowest rank's times, or what went wrong."""
+    with network(world, link) as net, tempfile.TemporaryDirectory(prefix="links-") as folder:
+        measured = probe(net)
+        answers = [Path(folder, f"rank{rank}.json") for rank in range(world)]
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
+        ranks = []
+        for rank in range(world):
+            task = Task(
+                options.model, options.systems, rank, world, address(0), options.seconds, str(answers[rank])
+            )
+            command = net.command(
+                rank, [sys.executable, str(HERE / "links_rank.py"), json.dumps(asdict(task))]
+            )
+            with logs[rank].open("wb") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=surroundings(rank, world),
+                        stdout=log,
+                        stderr=log,
+                        preexec_fn=end_with_parent,
+                    )
+                )
+        problem = wait(ranks, options.timeout)
+        told = [json.loads(a.read_text()) if a.exists() else {} for a in answers]
+        rows = {s: combine([t[s] for t in told]) for s in options.systems if all(s in t for t in told)}
+        lines = [
+            line for log in logs for line in log.read_text(errors="replace").splitlines() if "Error" in line
+        ]
+        note = f"{problem}: {lines[-1][:300] if lines else 'no error in its output'}" if problem else ""
+        return {"world": world, "link": asdict(link), "measured": measured, "rows": rows, "problem": note}
+
+
+def surroundings(rank: int, world: int) -> dict[str, str]:
+    """As for `compare.py`, but each rank on a host of its own."""
+    changed = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    return {**environment(rank), **changed}
+
+
+def wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> str:
+    """Until all ranks ended, or one failed, or time is up."""
+    deadline = time.monotonic() + timeout
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            failed = [number for number, rank in enumerate(ranks) if rank.poll()]
+            if failed:
+                time.sleep(3.0)  # the others say why, too
+                return f"rank {failed[0]} failed"
+            if time.monotonic() > deadline:
+                return f"not done within {timeout:.0f} s"
+            time.sleep(0.05)
+        return next((f"rank {n} failed" for n, rank in enumerate(ranks) if rank.returncode), "")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def probe(net: Network) -> dict[str, float]:
+    """What the link really gives: round trip of a byte and one-way rate between ranks 0 and 1."""
+    amount = str(max(int(net.link.mbit * 1e6 / 8 * 0.5), 1 << 20))
+    command = [sys.executable, str(HERE / "probe.py")]
+    first = subprocess.Popen(net.command(0, [*command, amount]), preexec_fn=end_with_parent)
+    try:
+        second = net.command(1, [*command, amount, address(0)])
+        told = subprocess.run(second, capture_output=True, text=True, timeout=60, check=True).stdout
+    finally:
+        first.kill()
+        first.wait()
+    found: dict[str, float] = json.loads(told)
+    return found
+
+
+def combine(ranks: list[dict[str, object]]) -> dict[str, object]:
+    """The slowest rank counts; losses are averaged, which makes them those of the whole batch."""
+    losses = [sum(step) / len(ranks) for step in zip(*(r["losses"] for r in ranks), strict=True)]  # type: ignore[call-overload]
+    worst = {key: max(float(r[key]) for r in ranks) for key in ("step_ms", "sent", "waited")}  # type: ignore[arg-type]
+    return {**worst, "steps": ranks[0]["steps"], "losses": losses, "note": ranks[0]["note"]}
+
+
+def check(result: dict[str, object]) -> None:
+    """Mark exact systems that trained another model than DDP."""
+    rows: dict[str, dict[str, object]] = result["rows"]  # type: ignore[assignment]
+    reference = rows.get("ddp")
+    known = entries()
+    for system, row in rows.items():
+        if reference is not None and known[system].exact:
+            pairs = zip(row["losses"], reference["losses"], strict=True)  # type: ignore[call-overload]
+            gap = max(abs(a - b) / abs(b) for a, b in pairs)
+            if gap > EXACT:
+                row["note"] = f"INVALID: losses differ from DDP's by {gap:.1e}"
+
+
+def tabulate(result: dict[str, object]) -> Table:
+    link = Link(**result["link"])  # type: ignore[arg-type]
+    got: dict[str, float] = result["measured"]  # type: ignore[assignment]
+    title = (
+        f"{result['world']} ranks, {link.name} "
+        f"(measured: {got['mbit']:.0f} Mbit/s, round trip {got['round_trip_ms']:.2f} ms)"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in ("system", "ms a step", "x DDP", "sent a step", "waited", ""):
+        table.add_column(heading, justify="left" if heading in ("system", "") else "right")
+    rows: dict[str, dict[str, float]] = result["rows"]  # type: ignore[assignment]
+    base = rows.get("ddp", {}).get("step_ms")
+    for system, row in rows.items():
+        speed = f"{base / row['step_ms']:.2f}" if base else "-"
+        waited = f"{row['waited']:.0%}" if row["waited"] >= 0 else "-"
+        sent = f"{row['sent'] / 1e6:.2f} MB"
+        table.add_row(system, f"{row['step_ms']:.0f}", speed, sent, waited, str(row["note"]))
+    if result["problem"]:
+        table.add_row("FAILED", "", "", "", "", str(result["problem"]))
+    return table
+
+
+def record(options: argparse.Namespace, results: list[dict[str, object]]) -> dict[str, object]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
+    ).stdout.strip()
+    return {
+        "command": f"python benchmarks/links.py {shlex.join(sys.argv[1:])}",
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "kernel": platform.release(),
+        "model": WORKLOADS[options.model].describe(),
+        "how": "namespaces; rate by tbf; latencies of 0.5 ms and more by a user-space relay (no netem)",
+        "results": results,
+    }
+
+
+def write(path: Path, told: dict[str, object], console: Console) -> None:
+    """JSON, and the tables beside it as Markdown."""
+    path.write_text(json.dumps(told, indent=1) + "\n")
+    model: dict[str, object] = told["model"]  # type: ignore[assignment]
+    lines = [
+        f"# Step times over shaped links, {told['date']}",
+        "",
+        f"`{told['command']}` at {told['commit']}, {told['cores']} cores, load average when it ended "
+        f"{told['load_average'][0]:.1f}. Model: {model['name']}, "  # type: ignore[index]
+        f"{model['parameters']:,} parameters in {model['tensors']} tensors, fp32, AdamW. "
+        f"Links: {told['how']}.",
+        "",
+        "`sent a step` is what the network interface of the busiest rank counted. `waited`: share of the "
+        "time in which the slowest rank waited for others, where the system says so.",
+    ]
+    for result in told["results"]:  # type: ignore[attr-defined]
+        table = tabulate(result)
+        head = [str(column.header) for column in table.columns]
+        lines += ["", f"## {table.title}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        cells = [list(column.cells) for column in table.columns]
+        lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in zip(*cells, strict=True)]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    console.print(f"written: {path} and {path.with_suffix('.md').name}")
+
+
+def main() -> int:
+    """Every link for every number of ranks."""
+    known = list(entries())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mbit", type=float, nargs="+", default=[10000, 1000, 100])
+    parser.add_argument("--ms", type=float, nargs="+", default=[0.1, 1, 10], help="one way")
+    parser.add_argument(
+        "--systems", nargs="+", choices=known, default=known, metavar="SYSTEM", help=", ".join(known)
+    )
+    parser.add_argument("--model", choices=list(WORKLOADS), default="gpt-3m")
+    parser.add_argument("--seconds", type=float, default=2.0, help="to time each system for")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one link")
+    parser.add_argument("--out", nargs="?", const="", metavar="FILE.json")
+    options = parser.parse_args()
+    if problem := why_not():
+        print(f"links.py: {problem}", file=sys.stderr)
+        return 2
+    console, results = Console(width=150), []
+    for world in options.worlds:
+        for mbit in options.mbit:
+            for ms in options.ms:
+                result = run_link(world, Link(mbit, ms), options)
+                check(result)
+                results.append(result)
+                console.print(tabulate(result))
+    if options.out is not None:
+        told = record(options, results)
+        default = HERE / "results" / f"{told['date']}-links.json"
+        write(Path(options.out) if options.out else default, told, console)
+    return 1 if any(result["problem"] for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A limit becomes a plan: of the ways that fit the fastest is taken. Why it was chosen, why nothing fits, and
+the nearest changes that would. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .config import Precision, show_bytes
+from .errors import PlanError
+from .memory import imbalance
+from .plan import Candidate, Plan, made_of
+from .planner import PLACINGS, Question, all_candidates, price
+from .timeline import Segment
+
+EQUAL = 1.01  # two plans whose estimates are this close are equally fast
+
+
+def choose(question: Question) -> Plan:
+    """The plan, or a `PlanError` that says what is missing and what would help."""
+    candidates = tuple(all_candidates(question))
+    fitting = [one for one in candidates if one.fits]
+    if not fitting:
+        raise PlanError(refusal(question, candidates))
+    fastest = min(one.step for one in fitting)
+    equals = [one for one in fitting if one.step <= fastest * EQUAL]
+    chosen = min(equals, key=lambda one: (one.moving_parts, one.recompute, one.device))
+    uneven = imbalance(question.setup(question.way(3))) if chosen.stage else 0.0
+    return Plan(
+        question.model,
+        question.parameters,
+        question.world,
+        question.ranks_per_node,
+        question.limit,
+        question.host_limit,
+        question.disk_limit,
+        question.machine.name,
+        chosen,
+        candidates,
+        tuple(reasons(question, chosen, candidates, uneven)),
+        uneven,
+        question.shared,
+    )
+
+
+def reasons(
+    question: Question, chosen: Candidate, candidates: Sequence[Candidate], uneven: float
+) -> Iterator[str]:
+    """One sentence each: why this one, who comes next, why nothing simpler, and what is not known."""
+    slowest = max(chosen.seconds, key=lambda part: chosen.seconds[part])
+    if chosen.step:
+        yield f"{chosen.label} is the fastest that fits: estimated {chosen.step:.3g} s, most of it {slowest}."
+    others = sorted((one for one in candidates if one.fits and one != chosen), key=lambda one: one.step)
+    if others:
+        runner = others[0]
+        ahead = (
+            "as fast, with more moving parts"
+            if runner.step <= chosen.step * EQUAL
+            else f"estimated {runner.step:.3g} s"
+        )
+        yield f"Runner-up: {runner.label}, {ahead}, {show_bytes(runner.device)}."
+    simpler = [one for one in candidates if not one.fits and one.moving_parts < chosen.moving_parts]
+    if simpler:
+        first = min(simpler, key=lambda one: one.moving_parts)
+        yield f"{first.label} does not fit: {_needs(question, first)}."
+    if chosen.recompute and chosen.recompute < chosen.units:
+        yield f"{chosen.recompute} of {chosen.units} units are recomputed: as few as it takes."
+    if chosen.lean:
+        small = show_bytes(chosen.settings["bucket_bytes"])
+        yield f"Lean: buckets of {small}, units gathered {chosen.settings['prefetch']} ahead."
+    if question.trace is None:
+        yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
+    if chosen.placing != "device" and question.options.clip_norm is None:
+        yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."
+    if uneven > 0.01:
+        yield f"Rows do not divide evenly: the fullest rank owns {uneven:.1%} more than the mean."
+
+
+def _needs(question: Question, one: Candidate) -> str:
+    if one.device > question.limit:
+        return f"it needs {show_bytes(one.device)} per device at {one.where}"
+    if question.shared and one.device + one.host > question.limit:
+        return f"it needs {show_bytes(one.device + one.host)} per rank, host tier included, at {one.where}"
+    return f"it needs {show_bytes(one.host * question.ranks_per_node)} of host memory per node"
+
+
+def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
+    """Why nothing fits: the smallest plan, where it is fullest, of what, and the nearest changes that would
+    fit."""
+    on_device = [one for one in candidates if one.device <= question.limit]
+    if on_device and not question.shared:
+        least = min(on_device, key=lambda one: one.host)
+        node = least.host * question.ranks_per_node
+        assert question.host_limit is not None
+        return (
+            f"no plan fits {show_bytes(question.host_limit)} of host memory per node: the smallest whose "
+            f"device part fits ({least.label}) "
+            f"needs {show_bytes(node)} for {question.ranks_per_node} ranks. {_advice(question, least)}"
+        )
+    least = min(candidates, key=lambda one: _size(question, one))
+    kinds = least.kinds | ({"host tier": least.host} if question.shared else {})
+    parts = made_of(kinds, least=least.device // 200)
+    whose = "rank" if question.shared else "device"
+    return (
+        f"no plan fits {show_bytes(question.limit)} per {whose}: the smallest ({least.label}) needs "
+        f"{show_bytes(_size(question, least))} at {least.where} ({parts}). {_advice(question, least)}"
+    )
+
+
+def _size(question: Question, one: Candidate) -> int:
+    return one.device + one.host if question.shared else one.device
+
+
+def _advice(question: Question, least: Candidate) -> str:
+    """Changes that would fit, tried one by one; the last always does."""
+    ways = []
+    recomputing = replace(question, recomputes=(False, True))
+    if question.trace and True not in question.recomputes and question.names and fitting(recomputing):
+        ways.append("allow recompute=True")
+    if question.placings != PLACINGS and fitting(replace(question, placings=PLACINGS)):
+        ways.append("allow offload to the host")
+    if len(question.stages) < 4 and 3 not in question.stages and fitting(replace(question, stages=(3,))):
+        ways.append("allow stage=3")
+    if least.kinds["activations"] > question.limit // 10 and fitting(halved(question)):
+        ways.append("halve the micro-batch")
+    if _narrows(question):
+        ways.append('allow precision="bf16"')
+    for factor in (2, 4, 16, 256):
+        if fitting(replace(question, world=question.world * factor)):
+            ways.append(f"use {question.world * factor:,} ranks")
+            break
+    size = _size(question, least)
+    if size > question.limit:
+        ways.append(f'pass limit="{_rounded_up(size)}"')
+    else:
+        ways.append(f'pass host_limit="{_rounded_up(least.host * question.ranks_per_node)}"')
+    share = least.kinds["activations"] / max(least.device, 1)
+    lead = (
+        "Sharding cannot shrink activations: "
+        if share > 0.5 and size > question.limit
+        else "What would fit: "
+    )
+    return f"{lead}{', or '.join(ways)}."
+
+
+def _narrows(question: Question) -> bool:
+    """Whether computing in bf16 would make it fit. It rounds, so it is never chosen unasked."""
+    options = question.options
+    if (
+        options.precision is not None
+        or question.precisions
+        or not any(w.dtype == "float32" for unit in question.units for w in unit.weights)
+    ):
+        return False
+    return fitting(replace(question, options=replace(options, precision=Precision())))
+
+
+def _rounded_up(size: int) -> str:
+    """A size that a user may type, no smaller than `size`: ``2.4GiB``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{math.ceil(size / scale * 10) / 10:g}{unit}"
+    return str(size)
+
+
+def fitting(question: Question) -> bool:
+    """Whether anything fits: the leanest ways do, or none does."""
+    return any(
+        price(asked, asked.way(stage, placing, again, lean=True)).fits
+        for asked in question.by_precision()
+        for stage, placing in asked.families()
+        for again in asked.recomputes
+        if asked.names or not again
+    )
+
+
+def halved(question: Question) -> Question:
+    """The same with half the batch, as far as activations go with it."""
+    trace = question.trace
+    if trace is None:
+        return question
+    return replace(question, trace=lambda options: tuple(map(_half, trace(options))))
+
+
+def _half(segment: Segment) -> Segment:
+    return Segment(
+        segment.unit,
+        segment.saved // 2,
+        segment.forward // 2,
+        segment.backward // 2,
+        segment.flops // 2,
+        segment.order,
+        tuple(level // 2 for level in segment.levels),
+    )

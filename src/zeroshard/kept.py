@@ -1,0 +1,107 @@
+"""The handle's part that outlives a process: save, load, resume, and the news that it is time to leave."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import PendingSave, Saved
+from .errors import OptionError
+from .keeper import Keeper
+from .launch.environment import resume_folder
+from .launch.notice import Notice
+from .runtime import Runtime
+from .snapshot import Company
+
+
+class Kept(ABC):
+    """What `Run` offers about checkpoints. Every rank makes the same calls."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._folder: Path | None = None
+
+    @abstractmethod
+    def _open(self) -> Runtime: ...
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        schedulers: Sequence[Any] = (),
+        scalers: Sequence[Any] = (),
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Saved | PendingSave:
+        """Save all that training needs to go on, at any number of ranks, stage or tier. Every rank calls it,
+        after a step.
+
+        - `extra`: plain data and tensors of yours, such as the position in the data; rank 0's is stored.
+        - `schedulers`, `scalers`: objects whose `state_dict()` is saved.
+        - `keep`: remove the oldest checkpoints beside this one beyond that many.
+        - `background`: go on training while a thread writes; `wait()` of the result is the finished save. A
+          failed one is logged, and told by the next.
+        """
+        self._open()
+        return self._keeper.save(path, Company(extra, tuple(schedulers), tuple(scalers)), keep, background)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        schedulers: Sequence[Any] = (),
+        scalers: Sequence[Any] = (),
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint: into the model, its optimizers and what is handed in. Every rank calls it.
+        Returns the `extra`.
+
+        `strict=False` loads what agrees where the model or the optimizer has changed.
+        """
+        self._open()
+        return self._keeper.load(path, Company(None, tuple(schedulers), tuple(scalers)), strict)
+
+    def resume(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        schedulers: Sequence[Any] = (),
+        scalers: Sequence[Any] = (),
+        strict: bool = True,
+    ) -> dict[str, Any] | None:
+        """Go on from the latest complete checkpoint in `folder`, if there is one, and return its `extra`;
+        None where training begins. Every rank calls it, once, before the loop.
+
+        Without a folder it is that of `zeroshard run --resume`; `run.folder` is the one in use. Rank 0 looks,
+        and removes what dead saves left, so all ranks go on from the same.
+        """
+        self._open()
+        chosen = Path(folder) if folder is not None else resume_folder()
+        if chosen is None:
+            raise OptionError(
+                "run.resume() has no folder: pass one, run.resume('ckpt'), or start the script with "
+                "`zeroshard run --resume ckpt ...`."
+            )
+        self._folder = chosen
+        found = self._keeper.newest(chosen)
+        return (
+            None if found is None else self.load(found, schedulers=schedulers, scalers=scalers, strict=strict)
+        )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where `resume` looked for checkpoints, so where to save them; None before it was called."""
+        return self._folder
+
+    def preempted(self) -> bool:
+        """Whether any rank was told to stop by SIGTERM: save then, and leave with `sys.exit(zs.PREEMPTED)`.
+
+        Every rank asks after each step, and all get the same answer; it costs one small agreement. From the
+        first call on SIGTERM no longer ends the process by itself.
+        """
+        runtime = self._open()
+        return bool(runtime.transport.max([float(Notice.given())])[0])

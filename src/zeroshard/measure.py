@@ -1,0 +1,268 @@
+"""The figures of the machine at hand, measured once and kept in the user's cache folder.
+
+Rates are what real work reaches (a block's forward and backward, an update by our own kernel, a reduction
+between the ranks), so a measured machine's `efficiency` is a ratio of two measurements, not an assumption.
+`zeroshard machine --again` measures anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .comm import Transport
+from .errors import OptionError
+from .machine import Machine
+from .native import AdamRows, AdamStep, Workers, adam_update, usable_cores
+
+FORMAT = 1
+
+
+def here(device: torch.device, again: bool = False) -> Machine:
+    """This machine, from the cache or measured (under a second on a CPU, some seconds on a GPU)."""
+    path = cache_folder() / f"machine-{_identity(device)}.json"
+    if not again:
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told.pop("format") == FORMAT:
+                return Machine(**told)
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # none, or one of another version: measured anew
+    found = _measured_gpu(device) if device.type == "cuda" else _measured_cpu()
+    _keep(path, asdict(found))
+    return found
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: the user's cache folder, as the XDG convention has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroshard"
+
+
+def _keep(path: Path, figures: dict[str, Any]) -> None:
+    """Written whole or not at all. A machine whose cache cannot be written is measured every time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(figures | {"format": FORMAT}, indent=1), encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        return
+
+
+def _identity(device: torch.device) -> str:
+    """What figures depend on: the hardware, the threads that may be used, and torch."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    text = f"{platform.node()} {name} {len(usable_cores())} {torch.get_num_threads()} {torch.__version__}"
+    return f"{device.type}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def link_between(transport: Transport, machine: Machine) -> Machine:
+    """The machine with the rate between these ranks. Every rank calls it; rank 0's cache decides whether it
+    is measured."""
+    if transport.size == 1:
+        return machine
+    kind = f"{_identity(transport.device)}-{transport.name}-{transport.size}"
+    path = cache_folder() / f"link-{kind}.json"
+    known: Any = None
+    if transport.rank == 0:
+        try:
+            known = float(json.loads(path.read_text(encoding="utf-8"))["bytes_per_second"])
+        except (OSError, ValueError, KeyError, TypeError):
+            known = None
+    known = transport.exchange(known)[0]
+    if known is None:
+        known = _measured_link(transport)
+        if transport.rank == 0:
+            _keep(path, {"bytes_per_second": known})
+    return replace(machine, link=float(known), network=float(known))
+
+
+def _measured_link(transport: Transport) -> float:
+    """Bytes a second that a rank sends in a reduction, the slowest rank's."""
+    piece = 2**18 if transport.device.type == "cpu" else 2**22
+    region = transport.allocate("measured link", piece * transport.size, torch.float32)
+    out = torch.empty(piece, device=transport.device)
+
+    def once() -> None:
+        transport.fill(region)
+        work = transport.reduce("measure", "link", region, [piece] * transport.size, out, 1.0)
+        work.wait()
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
+
+    once()
+    seconds = transport.max([_seconds(once, transport.device, 3)])[0]
+    transport.fence()
+    transport.free(region)
+    transport.counters.reset()
+    return piece * 4 * (transport.size - 1) / max(seconds, 1e-9)
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """The fastest of some runs: other programs only ever make it slower."""
+    best = float("inf")
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, perf_counter() - start)
+    return best
+
+
+def _matmul_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    torch.mm(a, b)
+    return 2 * size**3 / _seconds(lambda: torch.mm(a, b), device)
+
+
+def _copy_rate(numel: int, device: torch.device) -> float:
+    """Bytes read and written a second."""
+    a, b = torch.ones(numel, device=device), torch.ones(numel, device=device)
+    return 8 * numel / _seconds(lambda: b.copy_(a), device)
+
+
+def _update_rate(numel: int) -> float:
+    """Bytes a second that the host's Adam touches, all workers together: 28 a parameter in bf16."""
+    rows = AdamRows.zeros(numel)
+    grad, weight = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
+    step, workers = AdamStep(lr=1e-3, step=1), Workers(len(usable_cores()))
+    try:
+
+        def chunk(start: int, stop: int) -> None:
+            adam_update(rows, grad[start:stop], weight[start:stop], step, start=start, stop=stop)
+
+        def once() -> None:
+            workers.spread(numel, 1 << 18, chunk)
+
+        once()
+        return 28 * numel / _seconds(once, torch.device("cpu"))
+    finally:
+        workers.close()
+
+
+class _Layer(nn.Module):
+    """A transformer block of plain parts: what rates are measured on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(width // 64, 1)
+        self.norm = nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.mix(self.norm(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        result: Tensor = x + self.down(F.gelu(self.up(x)))
+        return result
+
+
+def _layer_rate(width: int, length: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of forward and backward of a block."""
+    layer = _Layer(width).to(device, dtype)
+    x = torch.randn(2, length, width, device=device, dtype=dtype, requires_grad=True)
+    tokens = 2 * length
+    flops = 6 * tokens * 12 * width**2 + 3 * 4 * tokens * length * width
+
+    def once() -> None:
+        layer(x).sum().backward()
+
+    once()
+    return flops / _seconds(once, device)
+
+
+def _measured_cpu() -> Machine:
+    device = torch.device("cpu")
+    full = _matmul_rate(512, torch.float32, device)
+    copies = _copy_rate(2**22, device)
+    return Machine(
+        name="this CPU",
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        half=_layer_rate(128, 128, torch.bfloat16, device)
+        * full
+        / _layer_rate(128, 128, torch.float32, device),
+        full=full,
+        memory_rate=copies,
+        pcie=copies / 2,
+        link=copies / 2,
+        network=copies / 2,
+        host_rate=_update_rate(2**20),
+        node=max(len(usable_cores()), 1),
+        efficiency=min(_layer_rate(128, 128, torch.float32, device) / full, 1.0),
+        latency=50e-6,
+        source="measured",
+    )
+
+
+def _measured_gpu(device: torch.device) -> Machine:
+    if not torch.cuda.is_available():
+        raise OptionError(f"{device} cannot be measured: torch sees no GPU.")
+    half = _matmul_rate(8192, torch.bfloat16, device)
+    pinned = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(2**26, dtype=torch.uint8, device=device)
+    pcie = 2**26 / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
+    margin, workspace = _allocator(device)
+    count = max(torch.cuda.device_count(), 1)
+    return Machine(
+        name=torch.cuda.get_device_name(device),
+        memory=torch.cuda.get_device_properties(device).total_memory,
+        half=half,
+        full=_matmul_rate(4096, torch.float32, device),
+        memory_rate=_copy_rate(2**28, device),
+        pcie=pcie,
+        link=_peer_rate(device) or pcie,
+        host_rate=_update_rate(2**24),
+        node=count,
+        efficiency=min(_layer_rate(2048, 2048, torch.bfloat16, device) / half, 1.0),
+        margin=margin,
+        workspace=workspace,
+        source="measured",
+    )
+
+
+def _peer_rate(device: torch.device) -> float | None:
+    """Bytes a second to another device of this node, where there is one."""
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    if not others:
+        return None
+    a = torch.empty(2**28, dtype=torch.uint8, device=device)
+    b = torch.empty(2**28, dtype=torch.uint8, device=f"cuda:{others[0]}")
+    return 2**28 / _seconds(lambda: b.copy_(a), device)
+
+
+def _allocator(device: torch.device) -> tuple[float, int]:
+    """What the caching allocator reserves beside what a training step asks of it, as a share; and what
+    matrix products take for themselves, in bytes."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    small = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated(device)
+    made = small @ small
+    workspace = max(torch.cuda.memory_allocated(device) - before - made.nbytes, 0)
+    torch.cuda.reset_peak_memory_stats(device)
+    resting = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    layers = nn.Sequential(*(_Layer(1024) for _ in range(8))).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+    for _ in range(3):
+        layers(torch.randn(4, 1024, 1024, device=device, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    asked = torch.cuda.max_memory_allocated(device) - resting[0]
+    reserved = torch.cuda.max_memory_reserved(device) - resting[1]
+    return max(reserved / max(asked, 1) - 1.0, 0.0), workspace

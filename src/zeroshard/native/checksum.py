@@ -1,0 +1,29 @@
+"""CRC-32 of bytes in memory, as zlib has it, at the speed of memory where the kernels are built."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from zeroshard.native import abi, loader
+
+# Bytes below which a call into the library costs more than it saves.
+_SMALL = 1 << 14
+
+
+def crc32(data: memoryview, sum: int = 0) -> int:
+    """`zlib.crc32(data, sum)`. Releases the GIL."""
+    call = _kernel()
+    # ctypes gives the address of memory that may be written; tensors' may, and other things are small.
+    if call is None or len(data) < _SMALL or data.readonly:
+        return zlib.crc32(data, sum)
+    record = abi.Checksum(len(data), ctypes.addressof(ctypes.c_char.from_buffer(data)), sum, 0)
+    call(ctypes.byref(record))
+    return int(record.sum) if record.done else zlib.crc32(data, sum)
+
+
+def _kernel() -> Callable[[Any], None] | None:
+    kernels = loader.kernels()
+    return kernels.checksum if kernels is not None else None

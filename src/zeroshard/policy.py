@@ -1,0 +1,189 @@
+"""How often the ranks meet: the `sync=` options of `shard`. Frozen records, no torch; `sync/` acts on them.
+
+`EveryStep` is exact. All others are ``approximate``: they train by other mathematics, which their docstrings
+say, and no planner picks them unasked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import OptionError
+
+Numerics = Literal["exact", "rounding", "approximate"]
+
+
+@dataclass(frozen=True)
+class EveryStep:
+    """Every update uses the gradient of all ranks of the same step. Exact, and the default."""
+
+    @property
+    def numerics(self) -> Numerics:
+        return "exact"
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """The gradient of step t is applied by `optimizer.step()` of step t+1 (delayed parameter update).
+
+    After the backward of step t, `p.grad` is the reduced gradient of step t-1, so clipping and the update
+    work as ever, one step behind; in the first step `p.grad` is None and the update does nothing. The
+    reduction of each bucket has from its send in one backward to the same place in the next: a whole step.
+    Costs a wire of the whole gradient and one more piece a rank. One backward a step: accumulate under
+    `run.no_sync()`.
+    """
+
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps != 1 or isinstance(self.steps, bool):
+            raise OptionError(
+                f"Delayed(steps={self.steps!r}): one step is what there is. It gives a reduction the time of "
+                "a whole step already; where that is not enough, see Local(steps=...)."
+            )
+
+    @property
+    def numerics(self) -> Numerics:
+        return "approximate"
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """The outer optimizer of `Local`: momentum over what a round of local steps changed.
+
+    With ``delta = anchor - mean over ranks``, per element: ``m = momentum * m + delta`` and
+    ``anchor -= lr * (delta + momentum * m)``: torch's SGD(nesterov=True) on `delta`. ``Nesterov(1.0, 0.0)``
+    is plain averaging.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_number("Nesterov.lr", self.lr, above=0.0)
+        if not 0.0 <= _number("Nesterov.momentum", self.momentum) < 1.0:
+            raise OptionError(f"Nesterov.momentum={self.momentum!r} must be at least 0 and below 1.")
+
+
+@dataclass(frozen=True)
+class Local:
+    """Each rank updates its own copy with its own gradients; every `steps` steps the ranks meet (local SGD,
+    DiLoCo).
+
+    - `steps`: of the optimizer given last to `shard`, between two meetings. The bytes of stage 0 are divided
+      by it.
+    - `outer`: what is done with the mean of the ranks' parameters.
+    - `fragments`: the model is cut into so many, which meet in turn instead of all at once: each every
+      `steps` steps, so the traffic of a round is spread over it.
+    - `rates`: per rank, a factor on the learning rate of its local steps, e.g. for ranks whose batches are
+      smaller.
+
+    Stage 0 only: every rank needs all parameters for steps of its own.
+    """
+
+    steps: int = 16
+    outer: Nesterov = field(default_factory=Nesterov)
+    fragments: int = 1
+    rates: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "fragments"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise OptionError(f"Local.{name}={value!r} must be a whole number, 1 or more.")
+        if self.fragments > self.steps:
+            raise OptionError(
+                f"Local(steps={self.steps}, fragments={self.fragments}): at most one fragment a step, so "
+                f"fragments={self.steps} or fewer."
+            )
+        if not isinstance(self.outer, Nesterov):
+            raise OptionError(f"Local.outer={self.outer!r} must be a zs.Nesterov(...).")
+        if self.rates is not None:
+            rates = tuple(_check_number("Local.rates", rate, above=0.0) for rate in self.rates)
+            object.__setattr__(self, "rates", rates)
+
+    @property
+    def numerics(self) -> Numerics:
+        return "approximate"
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Moves between the listed choices by what it measures, on all ranks at once, and says each move and why.
+
+    - `choices`: sync policies, the most faithful first. It begins with the first.
+    - `window`: steps that are measured before it decides; the first of each window is left out.
+    - `gain`: a choice must make steps shorter by this share to be preferred to one that stands before it.
+    - `unrest`: while the gradient's norm changes by more than this factor within a window, only the first
+      choice is used: other mathematics is for when training is calm.
+
+    The numbers are agreed upon between the ranks (the slowest rank counts), and the decision is a function of
+    them alone.
+    """
+
+    choices: tuple[EveryStep | Delayed | Local, ...] = ()
+    window: int = 8
+    gain: float = 0.05
+    unrest: float = 4.0
+
+    def __post_init__(self) -> None:
+        choices: Any = tuple(self.choices) if isinstance(self.choices, (list, tuple)) else ()
+        object.__setattr__(self, "choices", choices)
+        if len(choices) < 2 or len(set(choices)) < len(choices):
+            raise OptionError(
+                "Adaptive(choices=[...]) needs two different choices or more, the most faithful first, e.g. "
+                "Adaptive(choices=[EveryStep(), Local(steps=8)])."
+            )
+        for choice in choices:
+            if not isinstance(choice, (EveryStep, Delayed, Local)):
+                raise OptionError(
+                    f"Adaptive: {choice!r} is no choice; list EveryStep(), Delayed() or Local(...)."
+                )
+        if not isinstance(self.window, int) or self.window < 3:
+            raise OptionError(f"Adaptive.window={self.window!r} must be 3 steps or more.")
+        _check_number("Adaptive.gain", self.gain, above=0.0)
+        _check_number("Adaptive.unrest", self.unrest, above=1.0)
+
+    @property
+    def numerics(self) -> Numerics:
+        return "approximate"
+
+
+Sync = EveryStep | Delayed | Local | Adaptive
+
+
+def local_steps(sync: Sync) -> bool:
+    """Whether ranks may train apart."""
+    return any(isinstance(part, Local) for part in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
+
+
+def check_sync(sync: object, stage: int) -> None:
+    """Whether `sync` is a policy and works at this stage; an error that names what does otherwise."""
+    if not isinstance(sync, (EveryStep, Delayed, Local, Adaptive)):
+        known = "zs.EveryStep(), zs.Delayed(), zs.Local(...) or zs.Adaptive(...)"
+        raise OptionError(f"sync={sync!r} is no policy; pass {known}.")
+    parts = sync.choices if isinstance(sync, Adaptive) else (sync,)
+    if stage > 0 and any(isinstance(part, Local) for part in parts):
+        raise OptionError(
+            "sync=Local(...) needs stage=0, where every rank holds all parameters, and this is stage "
+            f"{stage}: a rank that owns rows only cannot take steps alone. Pass stage=0, or at stages 1 to 3 "
+            "sync=Delayed()."
+        )
+    if stage == 0 and any(isinstance(part, Delayed) for part in parts):
+        raise OptionError(
+            "sync=Delayed() needs stage 1, 2 or 3: at stage 0 a reduced gradient travels twice, and only the "
+            "first way could be hidden. Pass stage=1, which holds less, or sync=Local(...) at stage 0."
+        )
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise OptionError(f"{what}={value!r} must be a number.")
+    return float(value)
+
+
+def _check_number(what: str, value: object, above: float) -> float:
+    if not _number(what, value) > above:
+        raise OptionError(f"{what}={value!r} must be above {above:g}.")
+    return float(value)  # type: ignore[arg-type]

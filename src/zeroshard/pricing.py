@@ -1,0 +1,96 @@
+"""What one way to run costs: bytes from `memory` and `timeline`, seconds from the machine's figures. No
+torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .machine import Machine
+from .memory import Setup
+from .shapes import WIDTHS
+from .timeline import Segment
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """An estimate of a step: its `parts`, and the `step` as a whole, where what overlaps counts by its
+    longest part."""
+
+    parts: dict[str, float]
+    step: float
+
+
+def sent_by_rank(setup: Setup) -> dict[str, int]:
+    """Bytes that a rank sends in a step on average: pieces to the other N - 1. Padding, flags and
+    agreements are left out."""
+    if setup.world == 1:
+        return {}
+    others = setup.world - 1
+    reduced = sum(w.numel * WIDTHS[b.wire] for b in setup.buckets for w in b.weights) * others // setup.world
+    if setup.options.stage == 0:
+        whole = (
+            sum(w.numel * WIDTHS[b.landed] for b in setup.buckets for w in b.weights) * others // setup.world
+        )
+        return {"reduce": reduced + whole}
+    size = {unit.name: 0 for unit in setup.units}
+    for bundle in setup.bundles:
+        size[bundle.unit] += (
+            sum(slot.numel for slot in bundle.slots if slot.split != "copy") * WIDTHS[bundle.compute]
+        )
+    if setup.resident:
+        return {"reduce": reduced, "publish": sum(size.values()) * others // setup.world}
+    kept = size[setup.units[0].name] + (size[setup.units[-1].name] if len(setup.units) > 1 else 0)
+    return {"reduce": reduced, "gather": (2 * sum(size.values()) - kept) * others // setup.world}
+
+
+def seconds_of(
+    setup: Setup, segments: Sequence[Segment], machine: Machine, ranks_per_node: int, sent: dict[str, int]
+) -> Seconds:
+    """Communication, copies and the overlapped host update run beside the computation, except for gathers
+    that nothing announces (`prefetch=0`) and transports that this thread drives (shared memory)."""
+    forward = sum(s.flops for s in segments)
+    again = sum(s.flops for s in segments if setup.recomputes(s.unit))
+    narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
+    compute = (3 * forward + again) / ((machine.half if narrow else machine.full) * machine.efficiency)
+    rate = machine.link if setup.world <= ranks_per_node else machine.network
+    exchange = sum(sent.values()) / rate + _messages(setup) * machine.latency
+    alone = exchange if not setup.overlaps else sent.get("gather", 0) / rate if not _ahead(setup) else 0.0
+    parts = {"compute": compute, "exchange": exchange}
+    beside = {"compute": compute, "exchange": exchange - alone}
+    held, touched, width = _touched(setup)
+    if not setup.on_host:
+        parts["update"] = touched / machine.memory_rate
+        return Seconds(parts, max(beside.values()) + alone + parts["update"])
+    update = touched / (machine.host_rate / ranks_per_node)
+    copies = held * width / machine.pcie  # gradients out while weights come in
+    if setup.streamed:
+        copies += 2 * held * width / machine.pcie
+    parts |= {"copies": copies, "host update": update}
+    beside["copies"] = copies
+    if setup.parts and all(part.native for part in setup.parts):
+        return Seconds(parts, max(*beside.values(), update) + alone)
+    return Seconds(parts, max(beside.values()) + alone + update)
+
+
+def _ahead(setup: Setup) -> bool:
+    return setup.options.prefetch > 0 or setup.resident
+
+
+def _messages(setup: Setup) -> float:
+    """Exchanges of a step, each as deep as a tree over the ranks: what small buckets cost."""
+    if setup.world == 1:
+        return 0.0
+    gathers = len(setup.bundles) * (1 if setup.resident else 2)
+    return (len(setup.buckets) + gathers) * math.log2(setup.world)
+
+
+def _touched(setup: Setup) -> tuple[int, int, int]:
+    """Elements that this rank updates, the bytes that an update reads and writes (master, moments, gradient,
+    weight), and the width of a compute weight."""
+    held = sum(s.held(setup.rank) for s in setup.slots.values())
+    master = max((WIDTHS[b.master] for b in setup.bundles), default=4)
+    moments = max((rule.moments for rule in setup.rules), default=0)
+    width = min((WIDTHS[b.compute] for b in setup.bundles), default=4)
+    return held, held * (2 * master * (1 + moments) + 2 * width), width

@@ -1,0 +1,242 @@
+"""A run that keeps to a plan: made on rank 0, the same on all ranks, its limits set before anything is
+allocated, and watched while it runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+
+from . import errors
+from .comm import Transport
+from .config import Options, show_bytes
+from .errors import OptionError, PlanError, ZeroShardError
+from .machine import machine as find_machine
+from .measure import here, link_between
+from .plan import Plan
+from .planning import Place, PlanKeys, check_nodes, choose_for, rules_of, take_asked, weights_of
+from .pool import Ledger
+from .stats import Stats
+
+log = logging.getLogger("zeroshard")
+ON_DEVICE = ("parameters", "gradients", "state", "gathered", "buckets")
+ON_HOST = ("host", "staging")
+OFTEN, SELDOM = 3, 50  # steps: all of the first are looked at, then every so many
+
+
+class ShardKeys(PlanKeys, total=False):
+    """The keyword arguments of `shard`: options, or a limit and what a plan is asked for, or a plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `shard()` was asked for beside its options: a limit to keep to, or a plan to repeat."""
+
+    asked: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    given: tuple[str, ...] = ()  # options that the user named
+
+    @classmethod
+    def taken_from(cls, keywords: dict[str, Any]) -> Wish:
+        """Takes its part of `shard`'s keyword arguments, and checks what can be checked without a model."""
+        plan = keywords.pop("plan", None)
+        asked = take_asked(keywords)
+        if plan is not None and not isinstance(plan, Plan):
+            raise OptionError(f"plan={plan!r} must be a zs.Plan; zs.Plan.read(path) reads one.")
+        if plan is not None and (asked or keywords):
+            raise OptionError(
+                f"a plan says all: {', '.join(f'{n}=' for n in [*asked, *keywords])} cannot be beside it. "
+                "Plan again with zs.plan(...) to change something."
+            )
+        if asked and "limit" not in asked and "memory_limit_per_node" not in asked:
+            raise OptionError(
+                f"{next(iter(asked))}= is for a run that is planned: pass limit= as well, or drop it."
+            )
+        return cls(asked, plan, tuple(keywords))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.plan.options() if self.plan is not None else {}
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What ranks compare."""
+        return {name: repr(value) for name, value in self.asked.items() if name not in ("batch", "loss")}
+
+    def promise(
+        self, model: nn.Module, optimizers: list[Optimizer], options: Options, transport: Transport
+    ) -> Promise | None:
+        """The plan to keep to, shown by rank 0; None where nothing was asked. Every rank calls it."""
+        if self.plan is not None:
+            refuse_other(self.plan, model, optimizers, transport.size)
+            return Promise(self.plan, transport)
+        if not self.asked:
+            return None
+        made = _agreed(self, model, optimizers, options, transport)
+        if transport.rank == 0:
+            made.show(Console(stderr=True, highlight=False), every=False)
+        return Promise(made, transport)
+
+
+def _agreed(
+    wish: Wish, model: nn.Module, optimizers: list[Optimizer], options: Options, transport: Transport
+) -> Plan:
+    """Rank 0 plans; its plan, or its refusal, is every rank's."""
+    asked = dict(wish.asked)
+    check_nodes(transport.size, asked)
+    given = asked.get("machine")
+    found = find_machine(given) if isinstance(given, str) else given
+    if found is None:
+        found = link_between(transport, here(transport.device) if transport.rank == 0 else find_machine())
+    told: Any = None
+    if transport.rank == 0:
+        on_cpu = transport.device.type == "cpu"
+        place = Place(transport.size, found, transport.name in ("gloo", "nccl"), on_cpu)
+        try:
+            told = {"plan": choose_for(model, optimizers, asked, options, wish.given, place).to_json()}
+        except ZeroShardError as error:
+            told = {"type": type(error).__name__, "error": str(error)}
+        except Exception as error:  # peers must not wait for a rank that has failed
+            told = {"type": "PlanError", "error": f"planning failed: {type(error).__name__}: {error}"}
+    answer: Any = transport.exchange(told)[0]
+    if "error" in answer:
+        raise getattr(errors, answer["type"])(answer["error"])
+    return Plan.from_json(answer["plan"])
+
+
+def refuse_other(plan: Plan, model: nn.Module, optimizers: list[Optimizer], world: int) -> None:
+    """A plan is carried out as it is, or not at all; the error lists what differs."""
+    faults = [] if plan.ranks == world else [f"it is for {plan.ranks} ranks, and these are {world}"]
+    mine = weights_of(model)
+    for name in dict.fromkeys([*plan.weights, *mine]):
+        then, now = plan.weights.get(name), mine.get(name)
+        if then != now:
+            faults.append(f"`{name}` is {then or 'absent'} in the plan and {now or 'absent'} in the model")
+    rules = tuple(rule.name for rule in rules_of(optimizers))
+    if plan.optimizer and plan.optimizer != rules:
+        faults.append(
+            f"its optimizer is {', '.join(plan.optimizer)}, and this one {', '.join(rules) or 'none'}"
+        )
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise PlanError(f"this plan is of another run: {shown}. Plan again: zs.plan(...), or limit=.")
+
+
+class Promise:
+    """A plan that a run keeps to. `hold` before anything is allocated, `watch` from then on, `release` at
+    the end."""
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        self.plan, self.options = plan, Options(**plan.options())
+        self._rank, self._device = transport.rank, transport.device
+        self._told: set[str] = set()
+        self._before: float | None = None
+        self._steps = 0
+        self._stats: Callable[[], Stats] | None = None
+
+    # ------------------------------------------------------------------ limits
+
+    def hold(self, model: nn.Module, ledger: Ledger) -> None:
+        """Set the limits: in the GPU's allocator, and in the ledger, which every lasting tensor passes."""
+        self._cap(ledger)
+        if self._device.type == "cuda":
+            self._hold_allocator(model)
+
+    def _cap(self, ledger: Ledger, more: Mapping[str, int] | None = None) -> None:
+        """The ledger's limits. `more`: bytes by kind that are still to come, or do not pass the ledger."""
+        plan, more = self.plan, more or {}
+        tiers: list[tuple[tuple[str, ...], int, str]]
+        tiers = [((*ON_DEVICE, *ON_HOST) if plan.shared else ON_DEVICE, plan.limit, "the limit is")]
+        if plan.host_limit is not None:
+            tiers.append((ON_HOST, plan.host_limit // plan.ranks_per_node, "a rank's share of host_limit is"))
+        for kinds, most, what in tiers:
+            rest = most - sum(more.get(kind, 0) for kind in kinds)
+            ledger.cap(kinds, rest, f"{what} {show_bytes(most)}")
+
+    def _hold_allocator(self, model: nn.Module) -> None:
+        device, limit = self._device, self.plan.limit
+        total = torch.cuda.get_device_properties(device).total_memory
+        if limit > total:
+            raise PlanError(
+                f"limit={show_bytes(limit)}, and {device} has {show_bytes(total)}: plan for less."
+            )
+        own = sum(p.nbytes for p in model.parameters() if p.device.type == "cuda")
+        if own > limit:
+            raise PlanError(
+                f"the model itself takes {show_bytes(own)} of {device}, and the limit is "
+                f"{show_bytes(limit)}. Build it on the meta device, with torch.device('meta'): shard() then "
+                "fills it unit by unit."
+            )
+        read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        self._before = float(read(device)) if read is not None else 1.0
+        fraction = min(math.nextafter(limit / total, 1.0), 1.0)  # never a byte less by rounding
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+        self._peak_before = torch.cuda.max_memory_allocated(device)
+
+    def release(self) -> None:
+        """Give the allocator its own limit back."""
+        if self._before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._before, self._device)
+            self._before = None
+
+    # ------------------------------------------------------------------ planned and actual
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """Bytes by kind: lasting ones, and the activations and the whole device at the fullest moment."""
+        chosen = self.plan.chosen
+        moving = {"activations": chosen.kinds.get("activations", 0), "device": chosen.device}
+        return chosen.lasting | moving
+
+    def complete(self, stats: Stats) -> Stats:
+        """The figures of a run with those of its plan; on a GPU also what its allocator measured."""
+        measured: dict[str, int] = {}
+        if self._device.type == "cuda":
+            top = torch.cuda.max_memory_allocated(self._device)
+            lasting = sum(stats.live.get(kind, 0) for kind in ON_DEVICE)
+            measured = {"activations": max(top - lasting, 0), "device": top}
+        return replace(stats, peak=stats.peak | measured, planned=self.planned)
+
+    def watch(self, ledger: Ledger, stats: Callable[[], Stats]) -> None:
+        """The run is built; what torch's optimizer will keep does not pass the ledger, and is set aside."""
+        self._stats = stats
+        lasting = self.plan.chosen.lasting
+        self._cap(ledger, {kind: max(lasting[kind] - ledger.live[kind], 0) for kind in ("state", "host")})
+
+    def stepped(self) -> None:
+        """After a step: say once for each kind that takes more than was planned."""
+        self._steps += 1
+        if self._stats is None or (self._steps > OFTEN and self._steps % SELDOM):
+            return
+        now = self._stats()
+        for kind, planned in self.planned.items():
+            actual = now.peak.get(kind, 0)
+            if actual > planned and kind not in self._told and self._is_ours(kind, actual):
+                self._told.add(kind)
+                log.warning(
+                    "rank %d drifts over its plan: %s take %s, planned were %s%s",
+                    self._rank,
+                    kind,
+                    show_bytes(actual),
+                    show_bytes(planned),
+                    _CAUSES.get(kind, ""),
+                )
+
+    def _is_ours(self, kind: str, actual: int) -> bool:
+        """Peaks that a GPU's allocator had before this run are not its."""
+        return kind not in ("activations", "device") or actual > getattr(self, "_peak_before", 0)
+
+
+_CAUSES = {
+    "gathered": " (kept_full, or units used in another order than registered)",
+    "activations": " (a larger batch than planned, or tensors kept over the step)",
+}

@@ -1,0 +1,72 @@
+"""Decides for one `shard()` where every unit rests, the same on all ranks, and says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .comm import Transport
+from .config import Offload, Options
+from .memory import Setup, heaviest
+from .placement import Placement
+from .planning import blocks_of, rules_of
+from .units import find_units
+
+log = logging.getLogger("zeroshard")
+SHARE = 0.9  # of the host memory that is free
+
+
+def resting(
+    model: nn.Module, optimizers: Sequence[Optimizer], options: Options, transport: Transport
+) -> Placement:
+    """All ranks call it. With ``auto`` the sizes of the rank that holds most decide for all."""
+    offload = options.offload
+    if offload is None or not offload.automatic:
+        labels = [unit.label for unit in find_units(model, options.units)]
+        if offload is None:
+            return Placement.uniform(labels, "device")
+        assert offload.optimizer != "auto"
+        assert offload.parameters != "auto"
+        placement = Placement.uniform(labels, offload.optimizer, offload.parameters)
+    else:
+        limits = replace(offload, host_bytes=_host_bytes(offload, transport))
+        units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
+        setup = Setup(units, replace(options, offload=limits), transport.size, rules)
+        placement = heaviest(setup).places
+    if transport.rank == 0:
+        log.info("%s", placement.line())
+    return placement
+
+
+def _host_bytes(offload: Offload, transport: Transport) -> int:
+    """What a rank may take of the host: what was said, or its share of what is free where least is."""
+    machines = transport.exchange(socket.gethostname())
+    if offload.host_bytes is not None:
+        return offload.host_bytes
+    mine = int(SHARE * free_host_bytes()) // max(machines.count(socket.gethostname()), 1)
+    return -int(transport.max([-float(mine)])[0])
+
+
+def free_host_bytes() -> int:
+    """Memory that this process could still take without swapping: of the machine, or of its control group."""
+    with open("/proc/meminfo") as file:
+        told = dict(line.split(":", 1) for line in file)
+    free = int(told["MemAvailable"].split()[0]) * 1024
+    folder = "/sys/fs/cgroup"
+    try:
+        with (
+            open(os.path.join(folder, "memory.max")) as limit,
+            open(os.path.join(folder, "memory.current")) as current,
+        ):
+            text = limit.read().strip()
+            if text != "max":
+                free = min(free, max(int(text) - int(current.read()), 0))
+    except (OSError, ValueError):
+        pass
+    return free

@@ -1,0 +1,214 @@
+"""A pace that moves between others by what it measures.
+
+[Note: one decision] Ranks measure different times. At the end of a window, which all ranks reach at the same
+step, they agree on the largest of each number and decide by `decide`, which is a function of these alone. So
+all ranks change in the same step, or none does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Transport
+from ..policy import Adaptive, Delayed, EveryStep, Local
+from ..shard import Faces
+from ..step import Update
+from .decide import Reading, decide, same_link
+from .delayed import DelayedPace
+from .local import LocalPace
+from .pace import Kept, Pace
+
+log = logging.getLogger("zeroshard")
+
+Choice = EveryStep | Delayed | Local
+
+
+@dataclass
+class _Window:
+    """What has been seen since it was opened."""
+
+    opened: float
+    waited: float
+    sent: int
+    steps: int = 0
+
+
+class AdaptivePace(Pace):
+    """`Adaptive` at work. Delegates to the pace of the choice in force."""
+
+    def __init__(
+        self,
+        policy: Adaptive,
+        paces: Mapping[Choice, Pace],
+        transport: Transport,
+        updates: Sequence[Update],
+    ) -> None:
+        self.policy, self.transport, self.updates = policy, transport, updates
+        self.paces = [paces[choice] for choice in policy.choices]
+        self.number = 0
+        self.count = 0  # steps of the last optimizer
+        self.switches: list[str] = []
+        self._known: dict[int, Reading] = {}
+        self._window: _Window | None = None
+        self._norms: list[float] = []
+        self._take(0)
+        super().__init__(self.paces[0].gradients)
+
+    def _take(self, number: int) -> None:
+        self.number = number
+        pace = self.paces[number]
+        if isinstance(pace, DelayedPace):
+            pace.gradients.behind = isinstance(self.policy.choices[number], Delayed)
+        self.gradients, self.apart = pace.gradients, pace.apart
+        self.label = f"Adaptive: {self.policy.choices[number]!r}"
+
+    @property
+    def pace(self) -> Pace:
+        return self.paces[self.number]
+
+    # ------------------------------------------------------------------ what is delegated
+
+    def ended(self) -> None:
+        self.pace.ended()
+
+    def forget(self) -> None:
+        self.pace.forget()
+
+    def meet(self) -> None:
+        self.pace.meet()
+
+    def take_buffers(self, buffers: list[Tensor]) -> None:
+        for pace in self.paces:
+            pace.take_buffers(buffers)
+
+    def untimely(self) -> str | None:
+        return self.pace.untimely()
+
+    def report(self) -> tuple[str, ...]:
+        return tuple(self.switches)
+
+    # ------------------------------------------------------------------ windows
+
+    def step(self, update: Update, step: Callable[[], Any]) -> None:
+        last = update is self.updates[-1]
+        if last and (self._window is None or self._window.steps in (0, self._length - 1)):
+            self._norms.append(self._norm())
+        self.pace.step(update, step)
+        if last:
+            self.count += 1
+            self._look()
+
+    @property
+    def _length(self) -> int:
+        """Steps of a window: whole rounds of local steps, so that each counts its share of a meeting."""
+        choice = self.policy.choices[self.number]
+        round_ = choice.steps if isinstance(choice, Local) else 1
+        return -(-self.policy.window // round_) * round_
+
+    def _look(self) -> None:
+        """After a step: the first one opens a window, unless local steps begin, and the last closes it."""
+        window = self._window
+        if window is None:
+            self._window = self._open()
+            return
+        window.steps += 1
+        if window.steps == self._length:
+            self._close(window)
+
+    def _open(self) -> _Window:
+        counters = self.transport.counters
+        return _Window(perf_counter(), sum(counters.waited.values()), sum(counters.sent.values()))
+
+    def _close(self, window: _Window) -> None:
+        ended = self._open()
+        steps = float(window.steps)
+        mine = [
+            (ended.opened - window.opened) / steps,
+            (ended.waited - window.waited) / steps,
+            (ended.sent - window.sent) / steps,
+            self._norms[0],
+            self._norms[-1],
+        ]
+        seconds, waited, sent, first, last = self.transport.max(mine)
+        unrest = max(first, last) / min(first, last) if min(first, last) > 0 else 1.0
+        now = Reading(seconds, waited, sent, unrest)
+        self._norms.clear()
+        before = self._known.get(self.number)
+        if before is not None and not same_link(before, now):
+            self._known.clear()
+        gain, limit = self.policy.gain, self.policy.unrest
+        chosen, why = decide(gain, limit, len(self.paces), self.number, self._known, now)
+        self._known[self.number] = now
+        if chosen != self.number:
+            self._switch(chosen, why)
+            self._window = self._open() if isinstance(self.paces[chosen], LocalPace) else None
+        else:
+            self._window = self._open()
+
+    @torch.no_grad()
+    def _norm(self) -> float:
+        """Of this rank's gradients: how much it changes is all that is asked."""
+        grads = [
+            Faces.local(p.home.grad)
+            for update in self.updates
+            for p in update.params.values()
+            if p.home.grad is not None
+        ]
+        return float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+
+    # ------------------------------------------------------------------ changing over
+
+    def _switch(self, number: int, why: str) -> None:
+        old, new = self.pace, self.paces[number]
+        choices = self.policy.choices
+        if new is not old:
+            old.meet()
+            if isinstance(old, LocalPace):
+                self._equalise()
+            if isinstance(new, LocalPace):
+                new.start()
+        line = f"step {self.count}: {choices[self.number]!r} -> {choices[number]!r}: {why}"
+        self._take(number)
+        self.switches.append(line)
+        if self.transport.rank == 0:
+            log.info("sync %s", line)
+
+    def _equalise(self) -> None:
+        """Optimizers of ranks that trained apart have state of their own, and would drive equal parameters
+        apart again: rank 0's is taken."""
+        for update in self.updates:
+            for param in update.params.values():
+                state = update.optimizer.state.get(param.home, {})
+                tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+                if tensors:
+                    self.transport.broadcast(f"state of {param.name}", tensors)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def kept(self, wanted: bool = False) -> list[Kept]:
+        paces = dict.fromkeys(self.paces) if wanted else [self.pace]
+        return [kept for pace in paces for kept in pace.kept(wanted)]
+
+    def values(self) -> dict[str, Any]:
+        names = [repr(choice) for choice in self.policy.choices]
+        return {**self.pace.values(), "choices": names, "number": self.number, "steps": self.count}
+
+    def own(self) -> dict[str, Any]:
+        return self.pace.own()
+
+    def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        same = values.get("choices") == [repr(choice) for choice in self.policy.choices]
+        self._take(int(values["number"]) if same else 0)
+        self.count = int(values.get("steps", 0)) if same else 0
+        self._window = None
+        self._known.clear()
+        self._norms.clear()
+        for pace in dict.fromkeys(self.paces):
+            pace.adopt(values if pace is self.pace else {}, own if pace is self.pace else {})

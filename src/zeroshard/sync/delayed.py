@@ -1,0 +1,282 @@
+"""Delayed updates: gradients reach the homes one backward later.
+
+[Note: one behind] A bucket's wire is filled in one backward and waited for when the same bucket is about to
+be filled in the next, so its reduction has the time of a whole step. It is summed into a buffer of its own
+(`coming`), because `landed`, which `home.grad` shows, still has the gradient of the step before: some
+transports add as soon as the pieces are there. So every bucket has its own wire at every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Transport, Work
+from ..comm.transport import Done
+from ..errors import StateError
+from ..grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
+from ..pool import Ledger
+from ..shard import Faces, Param
+from ..step import Update
+from .pace import Kept, Pace
+
+
+class DelayedGradients(Gradients):
+    """See [Note: one behind]. With `behind` off it is `Gradients`, at the price of its wires."""
+
+    def __init__(self, buckets: list[Bucket], transport: Transport, faces: Faces, ledger: Ledger) -> None:
+        # As stage 2: `landed` must not be a part of the wire, which the next gradient overwrites.
+        super().__init__(buckets, transport, faces, 2, ledger)
+        self.behind = True
+        self._coming: list[Tensor] = []
+        for bucket in buckets:
+            assert bucket.landed is not None
+            self._coming.append(torch.zeros_like(bucket.landed))
+            ledger.book("gradients", bucket.landed.nbytes)
+        self._due: dict[int, Work] = {}  # by bucket: a reduction whose result nobody has seen
+        self._ready: dict[int, list[bool]] = {}  # landed, not shown: which parameters any rank used
+
+    def _send(self, bucket: Bucket) -> None:
+        self._keep_aside(bucket)
+        self._land(bucket)
+        bucket.fill()
+        shown, bucket.landed = bucket.landed, self._coming[bucket.index]
+        self._due[bucket.index] = bucket.reduce()
+        bucket.landed = shown
+        self._next += 1
+
+    @torch.no_grad()
+    def _land(self, bucket: Bucket) -> None:
+        """The last round's gradient of this bucket, if there is one."""
+        work = self._due.pop(bucket.index, None)
+        if work is None:
+            return
+        work.wait()
+        assert bucket.landed is not None
+        coming, unseen = self._coming[bucket.index], self._ready.get(bucket.index)
+        if unseen is None:
+            bucket.landed.copy_(coming)
+        else:  # no longer behind: the one under way and the one that has just come are averaged
+            bucket.landed.add_(coming).mul_(0.5)
+        used = bucket.used_anywhere()
+        if bucket.sink is not None:
+            bucket.sink(bucket.landed, used)
+        else:
+            self._ready[bucket.index] = used
+
+    def _progress(self) -> None:
+        for work in self._due.values():
+            work.poll()
+
+    def finish(self) -> None:
+        """Send what is left, and show what has landed: the last round, or, when not behind, this one."""
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
+        if not self.behind:
+            self.land_all()
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.params)
+            used = self._ready.pop(bucket.index, None)
+            if bucket.sink is None:
+                newer, bucket.used = bucket.used, used if used is not None else [False] * len(bucket.params)
+                if used is None:
+                    self._clear_flags(bucket)
+                self._show(bucket)
+                bucket.used = newer
+        self._next = 0
+
+    def _clear_flags(self, bucket: Bucket) -> None:
+        assert bucket.landed is not None
+        bucket.landed[bucket.pack.body(self.transport.rank) :].zero_()
+
+    def land_all(self) -> None:
+        for bucket in self.buckets:
+            self._land(bucket)
+
+    def drop(self) -> None:
+        """Forget the gradients that are under way. The reductions end all the same: peers wait for them."""
+        for work in self._due.values():
+            work.wait()
+        self._due.clear()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def coming(self, every: bool) -> list[tuple[Param, Tensor]]:
+        """Rows of the gradients under way, complete; with `every`, also of those that are not."""
+        rank, found = self.transport.rank, []
+        for bucket in self.buckets:
+            work, flat = self._due.get(bucket.index), self._coming[bucket.index]
+            if work is not None:
+                work.wait()
+            used = self._used_in(bucket, flat) if work is not None else [False] * len(bucket.params)
+            places = zip(bucket.pack.slots, bucket.pack.offsets(rank), strict=True)
+            rows = [flat[at : at + s.held(rank)].view(s.local_shape(rank)) for s, at in places]
+            found += [(p, r) for p, r, u in zip(bucket.params, rows, used, strict=True) if u or every]
+        return found
+
+    def _used_in(self, bucket: Bucket, flat: Tensor) -> list[bool]:
+        shown, bucket.landed = bucket.landed, flat
+        used = bucket.used_anywhere()
+        bucket.landed = shown
+        return used
+
+    def expect(self, names: set[str]) -> None:
+        """The named gradients have been loaded into `coming`."""
+        self._due.clear()
+        for bucket in self.buckets:
+            bucket.used = [p.name in names for p in bucket.params]
+            if any(bucket.used):
+                self._coming[bucket.index][bucket.pack.body(self.transport.rank) :].zero_()
+                self._due[bucket.index] = Done()
+
+
+class _OneBehind:
+    """In front of a sink: hands on what it got the time before."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.behind = True
+        self.held: tuple[Tensor, list[bool]] | None = None
+
+    def __call__(self, flat: Tensor, used: list[bool]) -> None:
+        if not self.behind:
+            self.sink(flat, used)
+            return
+        last, self.held = self.held, (flat, used)
+        if last is not None:
+            self.sink(*last)
+
+
+class DelayedLocalGradients(LocalGradients):
+    """One rank: what would have been reduced is held back instead, so that the numbers are those of many."""
+
+    def __init__(
+        self, params: Sequence[Param], dtypes: Sequence[torch.dtype], buckets: Sequence[LocalBucket] = ()
+    ) -> None:
+        super().__init__(params, dtypes, buckets)
+        self._behind = True
+        self._new: dict[Param, Tensor] = {}
+        self._held: dict[Param, Tensor] = {}
+        self._sinks = [_OneBehind(bucket.sink) for bucket in buckets]
+        for bucket, sink in zip(buckets, self._sinks, strict=True):
+            bucket.sink = sink
+
+    @property
+    def behind(self) -> bool:
+        return self._behind
+
+    @behind.setter
+    def behind(self, value: bool) -> None:
+        self._behind = value
+        for sink in self._sinks:
+            sink.behind = value
+
+    @torch.no_grad()
+    def _land(self, param: Param) -> None:
+        grad = param.leaf.grad
+        if grad is not None:
+            param.leaf.grad = None
+            grad = grad.to(self._dtypes[param])
+            self._new[param] = self._new[param].add_(grad) if param in self._new else grad
+
+    def finish(self) -> None:
+        super().finish()
+        if not self._behind and self._held:  # no longer behind: averaged, as above
+            for param, grad in self._held.items():
+                self._new[param] = grad.add_(self._new[param]).mul_(0.5) if param in self._new else grad
+            self._held = {}
+        self._show()
+        self._held, self._new = self._new, {}
+        if not self._behind:
+            self.land_all()
+
+    def _show(self) -> None:
+        for param, grad in self._held.items():
+            param.home.grad = grad if param.home.grad is None else param.home.grad.add_(grad)
+        self._held = {}
+
+    def land_all(self) -> None:
+        """Show what is held back."""
+        self._show()
+        for sink in self._sinks:
+            held, sink.held = sink.held, None
+            if held is not None:
+                sink.sink(*held)
+
+    def drop(self) -> None:
+        self._held.clear()
+        for sink in self._sinks:
+            sink.held = None
+
+    def coming(self, every: bool) -> list[tuple[Param, Tensor]]:
+        if every:
+            for param, dtype in self._dtypes.items():
+                if param not in self._held and param not in self._bucket_of:
+                    self._held[param] = torch.zeros_like(param.home, dtype=dtype, requires_grad=False)
+        return list(self._held.items())
+
+    def expect(self, names: set[str]) -> None:
+        self._held = {p: grad for p, grad in self._held.items() if p.name in names}
+
+    @property
+    def flats(self) -> list[list[Any] | None]:
+        """What is on its way to each sink."""
+        return [None if sink.held is None else [sink.held[0], sink.held[1]] for sink in self._sinks]
+
+    def take_flats(self, flats: Sequence[Any]) -> None:
+        for sink, held in zip(self._sinks, flats, strict=True):
+            sink.held = None if held is None else (held[0], list(held[1]))
+
+
+class DelayedPace(Pace):
+    """`Delayed`, and where it is one of several choices also `EveryStep` on the same buckets."""
+
+    label = "Delayed(steps=1)"
+    gradients: DelayedGradients | DelayedLocalGradients
+
+    def __init__(self, gradients: DelayedGradients | DelayedLocalGradients, rank: int) -> None:
+        super().__init__(gradients)
+        self.rank = rank
+        self._unused = False  # a backward has ended and no step has followed
+
+    def ended(self) -> None:
+        if self._unused and self.gradients.behind:
+            raise StateError(
+                "a second backward before optimizer.step(): with sync=Delayed() a step applies the gradient "
+                "of one backward. Accumulate inside run.no_sync(), all but the last backward of a step."
+            )
+        self._unused = True
+        super().ended()
+
+    def step(self, update: Update, step: Callable[[], Any]) -> None:
+        self._unused = False
+        super().step(update, step)
+
+    def forget(self) -> None:
+        if self._unused:  # dropped instead of applied: the one that is under way, too
+            self._unused = False
+            self.gradients.drop()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def kept(self, wanted: bool = False) -> list[Kept]:
+        return [
+            Kept(p.name, "delayed", rows, p.slot.rows(self.rank)[0], p.slot.height)
+            for p, rows in self.gradients.coming(wanted)
+        ]
+
+    def values(self) -> dict[str, Any]:
+        return {"delayed": [p.name for p, _ in self.gradients.coming(False)]}
+
+    def own(self) -> dict[str, Any]:
+        local = isinstance(self.gradients, DelayedLocalGradients)
+        return {"flats": self.gradients.flats} if local else {}  # type: ignore[union-attr]
+
+    def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        self._unused = False
+        self.gradients.expect(set(values.get("delayed", ())))
+        if isinstance(self.gradients, DelayedLocalGradients) and "flats" in own:
+            self.gradients.take_flats(own["flats"])

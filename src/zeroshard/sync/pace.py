@@ -1,0 +1,76 @@
+"""The plain pace: every update uses the gradient of its own step. Other paces change what they must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..grad import Gradients, LocalGradients
+from ..step import Update
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Rows of a parameter that belong to a pace and go into checkpoints under `key`."""
+
+    name: str
+    key: str
+    rows: Tensor
+    start: int
+    height: int
+
+
+class Pace:
+    """One policy at work. `runtime` calls it; what it does here is `EveryStep`."""
+
+    label = "EveryStep()"
+    apart = False  # ranks train apart: nobody reads this rank's rows between meetings
+
+    def __init__(self, gradients: Gradients | LocalGradients) -> None:
+        self.gradients = gradients
+
+    def ended(self) -> None:
+        """A synchronised backward is over: give the homes their gradients."""
+        self.gradients.finish()
+
+    def step(self, update: Update, step: Callable[[], Any]) -> None:
+        """Run one optimizer's step."""
+        update.run(step)
+
+    def take_buffers(self, buffers: list[Tensor]) -> None:
+        """Buffers that forward changes, which ranks that train apart take from rank 0 when they meet."""
+
+    def forget(self) -> None:
+        """`zero_grad` was called."""
+
+    def meet(self) -> None:
+        """Make all ranks equal now, where they have trained apart. Every rank calls it."""
+
+    def report(self) -> tuple[str, ...]:
+        """What happened, a line each; see `Stats.switches`."""
+        return ()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def untimely(self) -> str | None:
+        """Why a checkpoint made now would not be whole."""
+        return None
+
+    def kept(self, wanted: bool = False) -> list[Kept]:
+        """Rows to be saved; with `wanted`, also those into which a load may write."""
+        return []
+
+    def values(self) -> dict[str, Any]:
+        """Plain data to be saved, the same on all ranks."""
+        return {}
+
+    def own(self) -> dict[str, Any]:
+        """What this rank alone has to save."""
+        return {}
+
+    def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """After a load has written the kept rows: the rest. Empty where the checkpoint has no such pace, or
+        another number of ranks."""

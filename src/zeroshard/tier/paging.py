@@ -1,0 +1,217 @@
+"""State that rests on the disk and is lent to host memory: read ahead, updated, written behind.
+
+A *page* is one part's state: a stretch of the scratch file. A *berth* is host memory that one page at a time
+may lie in. Berths are few and of exact size; whoever needs one while all are taken waits, which bounds host
+memory. A page's life: AWAY → COMING → HERE → LEAVING → AWAY. A berth that came free still holds what was
+written from it, so a page that comes back soon is not read again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import TierError
+from ..native import Workers
+from .scratch import GRAIN, Scratch, grains
+
+LANES = 8  # requests in flight
+REQUEST = 4 << 20  # bytes of one
+
+
+class Rest(Enum):
+    AWAY = "away"
+    COMING = "coming"
+    HERE = "here"
+    LEAVING = "leaving"
+
+
+class Berth:
+    """Page-aligned host memory for one page."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, max(nbytes, GRAIN), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = memoryview(self._map)
+        self.holds: Page | None = None  # whose contents it has, as they are on the disk
+
+
+class Page:
+    """A stretch of the scratch file, and where its contents are now."""
+
+    def __init__(self, label: str, offset: int, nbytes: int) -> None:
+        self.label, self.offset, self.nbytes = label, offset, nbytes
+        self.rest = Rest.AWAY
+        self.berth: Berth | None = None
+        self.mending = threading.Lock()  # neighbours in one grain are written one after another
+
+
+class Paging:
+    """Moves pages between a scratch file and `count` berths. `delay` is called before every request; tests
+    put random sleeps there. `failed` is told of the first error, with the page's label."""
+
+    def __init__(
+        self, scratch: Scratch, count: int, nbytes: int, delay: Callable[[], None] | None = None
+    ) -> None:
+        self.scratch, self._delay = scratch, delay
+        self.nbytes = count * max(grains(nbytes), GRAIN)
+        self._berths = [Berth(grains(nbytes)) for _ in range(count)]
+        self._free: deque[Berth] = deque(self._berths)
+        self._changed = threading.Condition()
+        self._broken: tuple[str, BaseException] | None = None
+        self._lanes = Workers(LANES)
+        self.failed: Callable[[str, BaseException], None] = lambda label, error: None
+
+    # ------------------------------------------------------------------ the life of a page
+
+    def fetch(self, page: Page) -> None:
+        """Start to bring a page in; waits for a berth, and for an earlier write of the page."""
+        with self._changed:
+            while page.rest is not Rest.AWAY or not self._free:
+                self._pause(page)
+            berth = next((b for b in self._free if b.holds is page), self._free[0])
+            self._free.remove(berth)
+            page.berth = berth
+            known = berth.holds is page
+            berth.holds = None
+            page.rest = Rest.HERE if known else Rest.COMING
+        if not known:
+            self._transfer(page, self.scratch.read, self._arrived)
+
+    def memory(self, page: Page) -> Tensor:
+        """The bytes of a page that was fetched, once they are here."""
+        with self._changed:
+            while page.rest is not Rest.HERE:
+                self._pause(page)
+            assert page.berth is not None
+            return page.berth.memory[: page.nbytes]
+
+    def store(self, page: Page) -> None:
+        """Start to write a page; its berth comes free when that is done."""
+        with self._changed:
+            assert page.rest is Rest.HERE
+            page.rest = Rest.LEAVING
+        self._transfer(page, self.scratch.write, self._left)
+
+    def drop(self, page: Page) -> None:
+        """Let a page go that was only read."""
+        assert page.rest is Rest.HERE
+        self._left(page)
+
+    def settle(self, page: Page) -> None:
+        """Wait until what was written is on the disk."""
+        with self._changed:
+            while page.rest is not Rest.AWAY:
+                self._pause(page)
+
+    # ------------------------------------------------------------------ some bytes of a page
+
+    def peek(self, page: Page, at: int, nbytes: int) -> Tensor:
+        """A copy of some bytes of a page that is AWAY."""
+        self.settle(page)
+        first = at // GRAIN * GRAIN
+        with mmap.mmap(-1, max(grains(at + nbytes - first), GRAIN)) as bounce:
+            view = memoryview(bounce)
+            self.scratch.read(view[: grains(at + nbytes - first)], page.offset + first)
+            copy = bytearray(view[at - first : at - first + nbytes])
+            view.release()
+        return torch.frombuffer(copy, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def poke(self, page: Page, at: int, values: Tensor) -> None:
+        """Overwrite some bytes of a page that is AWAY."""
+        values = values.contiguous().view(-1).view(torch.uint8)
+        nbytes = values.numel()
+        self.settle(page)
+        if not nbytes:
+            return
+        first = at // GRAIN * GRAIN
+        with page.mending, mmap.mmap(-1, grains(at + nbytes - first)) as bounce:
+            view = memoryview(bounce)
+            if at != first or len(view) != nbytes:
+                self.scratch.read(view, page.offset + first)
+            window = torch.frombuffer(bounce, dtype=torch.uint8)
+            window[at - first : at - first + nbytes].copy_(values)
+            del window
+            self.scratch.write(view, page.offset + first)
+            view.release()
+        with self._changed:
+            for berth in self._berths:
+                if berth.holds is page:
+                    berth.holds = None
+
+    # ------------------------------------------------------------------ requests
+
+    def _transfer(
+        self, page: Page, move: Callable[[memoryview, int], None], then: Callable[[Page], None]
+    ) -> None:
+        starts = range(0, page.nbytes, REQUEST)
+        if not starts:
+            then(page)
+            return
+        left = [len(starts)]
+        assert page.berth is not None
+        for start in starts:
+            piece = page.berth.bytes[start : min(start + REQUEST, page.nbytes)]
+            self._lanes.submit(
+                partial(self._request, page, partial(move, piece, page.offset + start), left, then)
+            )
+
+    def _request(
+        self, page: Page, move: Callable[[], None], left: list[int], then: Callable[[Page], None]
+    ) -> None:
+        try:
+            if self._delay is not None:
+                self._delay()
+            move()
+        except BaseException as error:  # it must reach the training thread, whatever it is
+            self.fail(page.label, error)
+            return
+        with self._changed:
+            left[0] -= 1
+            last = left[0] == 0
+        if last:
+            then(page)
+
+    def _arrived(self, page: Page) -> None:
+        with self._changed:
+            page.rest = Rest.HERE
+            self._changed.notify_all()
+
+    def _left(self, page: Page) -> None:
+        with self._changed:
+            assert page.berth is not None
+            page.berth.holds = page
+            self._free.append(page.berth)
+            page.berth, page.rest = None, Rest.AWAY
+            self._changed.notify_all()
+
+    def _pause(self, page: Page) -> None:
+        """Wait for a change, with the lock held."""
+        if self._broken is not None:
+            label, error = self._broken
+            raise TierError(f"the disk tier failed at the state of {label}: {error}") from error
+        self._changed.wait(1.0)
+
+    def fail(self, label: str, error: BaseException) -> None:
+        """Keep an error, and wake whoever waits for what will not come."""
+        with self._changed:
+            first = self._broken is None
+            if first:
+                self._broken = (label, error)
+            self._changed.notify_all()
+        if first:
+            self.failed(label, error)
+
+    def close(self) -> None:
+        """After what was begun; the file goes."""
+        self._lanes.close()
+        self.scratch.close()

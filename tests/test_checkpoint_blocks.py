@@ -1,0 +1,98 @@
+"""Blocks: checksums as zlib has them, threads side by side, rows that are read straight into their place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.checkpoint import Alone, Held, Snapshot, disk, load, read_manifest, save, saving
+from zeroshard.errors import CheckpointError
+from zeroshard.native import checksum, crc32
+
+ROWS, WIDTH = 301, 96  # of float32: 384 bytes a row, ten rows a block below
+
+
+@pytest.mark.parametrize("small", [1, 1 << 14])
+def test_checksums_are_those_of_zlib(monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    monkeypatch.setattr(checksum, "_SMALL", small)
+    draw = random.Random(3)
+    for count in [0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 191, 192, 1000, 16384, 99_999]:
+        data = memoryview(bytearray(draw.randbytes(count + 5)))[5:]
+        before = draw.getrandbits(32)
+        assert crc32(data, before) == zlib.crc32(data, before), count
+        assert crc32(data) == zlib.crc32(data), count
+        assert crc32(memoryview(bytes(data))) == zlib.crc32(data), "memory that must not be written"
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    monkeypatch.setattr(saving, "BLOCK", 4096)
+    # Large enough for several blocks, small enough for several chunks; nothing is gathered.
+    monkeypatch.setattr(saving, "CHUNK", 40_960)
+    monkeypatch.setattr("zeroshard.checkpoint.reader.CHUNK", 40_960)
+    monkeypatch.setattr("zeroshard.checkpoint.tensorfile._GATHER", 1024)
+
+
+def written(folder: Path) -> torch.Tensor:
+    whole = torch.randn(ROWS, WIDTH)
+    held = [Held.of("small", "parameter", torch.arange(3.0)), Held.of("w", "parameter", whole)]
+    save(folder, Snapshot(held), Alone())
+    return whole
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rows", [(0, ROWS), (0, 10), (10, 30), (5, 8), (7, 294), (290, 301), (300, 301)])
+def test_any_rows_arrive(tmp_path: Path, rows: tuple[int, int]) -> None:
+    """Those of whole blocks straight into their memory, the others through a buffer."""
+    whole = written(tmp_path / "c")
+    mine = torch.full((rows[1] - rows[0], WIDTH), torch.nan)
+    around = torch.full((ROWS + 2, WIDTH), torch.nan)
+    inside = around[rows[0] + 1 : rows[1] + 1]
+    for target in (mine, inside):
+        small = torch.empty(3)
+        held = [Held.of("small", "parameter", small), Held.of("w", "parameter", target, rows[0], ROWS)]
+        load(tmp_path / "c", Snapshot(held), Alone())
+        assert torch.equal(target, whole[slice(*rows)])
+        assert torch.equal(small, torch.arange(3.0))
+    assert around.isnan().any(1).sum() == ROWS + 2 - len(mine), "rows of somebody else were written"
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_flipped_bit_is_found_in_its_block(tmp_path: Path) -> None:
+    written(tmp_path / "c")
+    manifest = read_manifest(tmp_path / "c")
+    entry = next(e for e in manifest.entries if e.name == "w")
+    path = tmp_path / "c" / manifest.files[0].name
+    with open(path, "r+b") as file:
+        file.seek(entry.spans[0].offset + 57 * entry.row_bytes)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+    held = [
+        Held.of("small", "parameter", torch.empty(3)),
+        Held.of("w", "parameter", torch.empty(ROWS, WIDTH)),
+    ]
+    with pytest.raises(CheckpointError, match=r"rows 50 to 60 of `w` \(parameter\) do not match"):
+        load(tmp_path / "c", Snapshot(held), Alone())
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_full_disk_is_told_from_any_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = disk.write_at
+
+    def write(fd: int, data: memoryview, offset: int) -> int:
+        if offset > 60_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(disk, "write_at", write)
+    with pytest.raises(CheckpointError, match=r"No space left|full"):
+        written(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,219 @@
+"""`shard(limit=)`: a limit becomes a plan, the plan a run that keeps to it; plans that are repeated or
+refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import plan_case
+import pytest
+import torch
+from plan_case import case, measured_step
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.errors import OptionError
+from zeroshard.testing import assert_bytes, ranks
+
+STEPS = 20
+
+
+def sweep(name: str) -> list[tuple[int, str, int, int, str]]:
+    """Limits from generous to impossible: each with the plan's label and bytes, and the bytes measured."""
+    told = []
+    for number in range(STEPS):
+        model, optimizer, batch = case(name)
+        limit = int(plan_case.TOP[name] * 0.9**number)
+        try:
+            run = zs.shard(model, optimizer, limit=limit, batch=batch)
+        except zs.PlanError as error:
+            untouched = all(type(p) is nn.Parameter for p in model.parameters())
+            told.append((limit, "", 0, 0, str(error) if untouched else ""))
+            continue
+        device, host = measured_step(run, model, optimizer, batch)
+        assert run.plan is not None
+        chosen = run.plan.chosen
+        assert host == chosen.host
+        resting = batch.nbytes + sum(b.nbytes for b in model.buffers())
+        told.append((limit, chosen.label, chosen.device, device + resting, ""))
+        run.close()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["gpt", "resnet", "moe"])
+def test_twenty_limits_from_generous_to_impossible(name: str) -> None:
+    """Each trains within its limit, on bytes that were foreseen, or is refused before anything is touched."""
+    labels = []
+    for rank in ranks(2).run(sweep, name):
+        for limit, label, planned, measured, refusal in rank:
+            if not label:
+                assert "the smallest" in refusal
+                assert "pass limit=" in refusal
+            else:
+                assert measured <= limit
+                assert_bytes(planned, measured, 0.001, label)
+        labels = [label for _, label, *_ in rank]
+    assert labels[0]
+    assert not labels[-1]
+    first_refused = labels.index("")
+    assert not any(labels[first_refused:])  # what is refused at some limit is refused below it
+    assert len(set(labels[:first_refused])) >= 6, labels
+    assert any(" of " in label for label in labels)  # as few units recomputed as it takes
+
+
+def just_below() -> list[tuple[str, int, int]]:
+    """Three plans, each at 99 % of what the last one needs."""
+    told, limit = [], plan_case.TOP["gpt"]
+    for _ in range(3):
+        model, optimizer, batch = case("gpt")
+        run = zs.shard(model, optimizer, limit=limit, batch=batch)
+        device, _ = measured_step(run, model, optimizer, batch)
+        assert run.plan is not None
+        told.append((run.plan.chosen.label, limit, device))
+        limit = int(run.plan.chosen.device * 0.99)
+        run.close()
+    return told
+
+
+@pytest.mark.ranks
+def test_at_99_percent_another_plan_is_chosen_that_fits() -> None:
+    for rank in ranks(2).run(just_below):
+        assert len({label for label, *_ in rank}) == 3
+        assert all(device <= limit for _, limit, device in rank)
+
+
+def test_the_plan_is_shown_and_its_figures_are_in_the_stats(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer, batch = case("gpt")
+    run = zs.shard(model, optimizer, limit="64MiB", host_limit="1GiB", batch=batch, machine="A100")
+    shown = capsys.readouterr().err
+    assert "chosen" in shown
+    assert "Runner-up: " in shown
+    measured_step(run, model, optimizer, batch)
+    model(batch).backward()
+    optimizer.step()
+    stats = run.stats()
+    assert run.plan is not None
+    assert stats.planned["device"] == run.plan.chosen.device
+    for kind in ("parameters", "gradients", "state", "gathered", "buckets", "host", "staging"):
+        assert stats.peak[kind] == stats.planned[kind], kind
+    run.close()
+
+
+def kept_full(spare: int) -> tuple[list[str], str]:
+    """A run that gathers all of its model at once, which no plan foresaw; what it says in three steps."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroshard").addHandler(handler)
+    model, optimizer, batch = case("gpt")
+    batch = batch[:1]
+    options: Any = {"stage": 3, "offload": None, "bucket_bytes": 50_000, "recompute": True, "batch": batch}
+    need = zs.plan(model, optimizer, ranks=2, limit="64MiB", **options).chosen.device
+    run = zs.shard(model, optimizer, limit=need + spare, **options)
+    refused = ""
+    try:
+        with run.kept_full():
+            model(batch)
+    except zs.PlanError as error:
+        refused = str(error)
+        run.close = lambda: None  # type: ignore[method-assign]
+    else:
+        for _ in range(3):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run.close()
+    return said, refused
+
+
+@pytest.mark.ranks
+def test_a_run_that_drifts_says_so_once() -> None:
+    for said, refused in ranks(2).run(kept_full, 2**20):
+        assert not refused
+        assert len(said) == 1, said
+        assert "drifts over its plan: gathered take" in said[0]
+
+
+@pytest.mark.ranks
+def test_a_limit_is_never_exceeded() -> None:
+    """Where the drift would exceed the limit itself, it is refused before it is allocated."""
+    for _, refused in ranks(2).run(kept_full, 0):
+        assert "more of gathered would make" in refused
+        assert "and the limit is" in refused
+
+
+def test_a_plan_is_repeated_or_refused(tmp_path: Any) -> None:
+    model, optimizer, batch = case("moe")
+    made = zs.plan(
+        model, optimizer, ranks=1, limit="8MiB", batch=batch, precisions=(None, "bf16"), clip_norm=1.0
+    )
+    made.write(tmp_path / "plan.json")
+    plan = zs.Plan.read(tmp_path / "plan.json")
+    assert plan == made
+    assert {c.precision for c in plan.candidates} == {"as it is", "bfloat16"}
+    run = zs.shard(model, optimizer, plan=plan)
+    assert run.options == zs.Options(**plan.options())
+    assert run.plan == plan
+    measured_step(run, model, optimizer, batch)
+    run.close()
+    model, optimizer, batch = case("moe")
+    with pytest.raises(zs.PlanError, match=r"`head.weight` is absent in the plan|`words.weight` is float32"):
+        zs.shard(nn.Sequential(nn.Linear(3, 3)), plan=plan)
+    with pytest.raises(zs.PlanError, match=r"its optimizer is AdamW, and this one SGD"):
+        zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    told = json.loads(made.to_json())
+    told["ranks"] = 2
+    with pytest.raises(zs.PlanError, match="it is for 2 ranks, and these are 1"):
+        zs.shard(model, optimizer, plan=zs.Plan.from_json(json.dumps(told)))
+
+
+def test_a_node_is_a_limit() -> None:
+    """On the CPU device and host tier are one memory: what is moved from one to the other frees nothing."""
+    model, optimizer, batch = case("gpt")
+    need = zs.plan(model, optimizer, ranks=1, limit="64MiB", batch=batch, recompute=True).chosen.device
+    with pytest.raises(zs.PlanError, match=r"per rank: the smallest .*host tier"):
+        zs.shard(
+            model, optimizer, memory_limit_per_node=need // 2, nodes=1, batch=batch, offload=zs.Offload()
+        )
+    plan = zs.plan(model, nodes=4, ranks_per_node=2, memory_limit_per_node="1GiB", batch=batch)
+    assert (plan.ranks, plan.ranks_per_node, plan.limit) == (8, 2, 2**29)
+    with pytest.raises(OptionError, match="do not make 7 ranks"):
+        zs.plan(model, ranks=7, nodes=2, limit="1GiB")
+
+
+def test_a_loss_of_the_users_own_is_traced() -> None:
+    model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.zeros(50, 8)
+    plain = zs.plan(model, optimizer, ranks=1, limit="1GiB", batch=batch)
+    heavy = zs.plan(
+        model, optimizer, ranks=1, limit="1GiB", batch=batch, loss=lambda out: out.repeat(1, 500).exp().sum()
+    )
+    assert heavy.chosen.kinds["activations"] > plain.chosen.kinds["activations"] + 50 * 8 * 500 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"host_limit": "1GiB"}, r"host_limit= is for a run that is planned: pass limit="),
+        ({"plan": 3}, r"must be a zs.Plan"),
+        ({"limit": "1GiB", "precision": "bf16", "precisions": ("bf16",)}, r"not both"),
+        ({"limit": "1GiB", "memory_limit_per_node": "1GiB"}, r"needs one limit"),
+        ({"limit": "1GiB", "nodes": 3}, r"do not make 1 ranks"),
+        ({"limit": "1 parsec"}, r"is not a size"),
+    ],
+)
+def test_misuse_is_told(options: dict[str, Any], said: str) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(OptionError, match=said):
+        zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_a_plan_and_options_exclude_each_other() -> None:
+    model = nn.Linear(3, 3)
+    plan = zs.plan(model, ranks=1, limit="1GiB")
+    with pytest.raises(OptionError, match="a plan says all: stage="):
+        zs.shard(model, plan=plan, stage=2)

@@ -1,0 +1,356 @@
+"""Policies of `sync=` against plain PyTorch that does by hand what they say, on the same batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.sync.decide import Reading, decide
+from zeroshard.testing import assert_same_bits, ranks
+
+pytestmark = pytest.mark.ranks
+WORLD, STEPS, ROWS = 2, 6, 3
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return models.MLP.batch(ROWS, seed=100 * rank + step)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def mean_gradient(model: nn.Module, step: int, world: int, accumulate: int = 1) -> list[Tensor]:
+    """The gradient of all ranks, added in rank order as the reduction does."""
+    total: list[Tensor] = []
+    for rank in range(world):
+        model.zero_grad()
+        for micro in range(accumulate):
+            model(batch(step * accumulate + micro, rank)).backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        total = [a + b for a, b in zip(total, grads, strict=True)] if total else grads
+    return [g * (1.0 / world) for g in total]
+
+
+def delayed_by_hand(
+    world: int, steps: int, clip: float | None = None, accumulate: int = 1
+) -> dict[str, Tensor]:
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    last: list[Tensor] | None = None
+    for step in range(steps):
+        now = mean_gradient(model, step, world, accumulate)
+        if last is not None:
+            for parameter, grad in zip(model.parameters(), last, strict=True):
+                parameter.grad = grad.clone()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+        last = now
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(
+    options: dict[str, Any], steps: int = STEPS, clip: float | None = None, accumulate: int = 1
+) -> dict[str, Tensor]:
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, **options)
+    for step in range(steps):
+        for micro in range(accumulate - 1):
+            with run.no_sync():
+                model(batch(step * accumulate + micro, run.rank)).backward()
+        model(batch(step * accumulate + accumulate - 1, run.rank)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    with run.gathered() as whole:
+        result = {name: p.detach().clone() for name, p in whole.items()}
+    run.close()
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_delayed_is_what_one_delays_by_hand(stage: int, transport: str) -> None:
+    options = {"stage": stage, "transport": transport, "sync": zs.Delayed(), "bucket_bytes": 1024}
+    found = ranks(WORLD).run(trained, options)
+    for weights in found:
+        assert_same_bits(weights, delayed_by_hand(WORLD, STEPS))
+
+
+@pytest.mark.parametrize(("clip", "accumulate"), [(0.2, 1), (None, 2), (0.2, 3)])
+def test_delayed_clips_and_accumulates(clip: float | None, accumulate: int) -> None:
+    expected = delayed_by_hand(WORLD, STEPS, clip, accumulate)
+    found = ranks(WORLD).run(trained, {"stage": 2, "sync": zs.Delayed()}, STEPS, clip, accumulate)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_delayed_on_one_rank() -> None:
+    assert_same_bits(trained({"stage": 2, "sync": zs.Delayed()}), delayed_by_hand(1, STEPS))
+
+
+def delayed_misuse() -> list[str]:
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, stage=2, sync=zs.Delayed())
+    told = []
+    model(batch(0, run.rank)).backward()
+    try:
+        model(batch(1, run.rank)).backward()
+    except zs.StateError as error:
+        told.append(str(error))
+    run._runtime.transport.close()
+    return told
+
+
+def test_two_backwards_before_a_delayed_step_are_refused() -> None:
+    for told in ranks(WORLD).run(delayed_misuse):
+        assert "Accumulate inside run.no_sync()" in told[0]
+
+
+# ---------------------------------------------------------------------- local steps
+
+
+def local_by_hand(world: int, steps: int, policy: zs.Local) -> dict[str, Tensor]:
+    copies = [models.build("mlp") for _ in range(world)]
+    inner = [adamw(model) for model in copies]
+    for rank, optimizer in enumerate(inner):
+        optimizer.param_groups[0]["lr"] *= policy.rates[rank] if policy.rates else 1.0
+    anchor = models.build("mlp")
+    outer = torch.optim.SGD(
+        anchor.parameters(),
+        lr=policy.outer.lr,
+        momentum=policy.outer.momentum,
+        nesterov=policy.outer.momentum > 0,
+    )
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(copies, inner, strict=True)):
+            optimizer.zero_grad()
+            model(batch(step, rank)).backward()
+            optimizer.step()
+        if (step + 1) % policy.steps == 0:
+            for held, *own in zip(anchor.parameters(), *(m.parameters() for m in copies), strict=True):
+                held.grad = held.detach() - sum(p.detach() for p in own) / world
+            outer.step()
+            for model in copies:
+                model.load_state_dict(anchor.state_dict())
+    return {name: p.detach() for name, p in copies[0].named_parameters()}
+
+
+POLICIES = [
+    zs.Local(steps=2),
+    zs.Local(steps=3, outer=zs.Nesterov(1.0, 0.0)),
+    zs.Local(steps=3, rates=(1.0, 0.5)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_local_steps_are_those_by_hand(policy: zs.Local, transport: str) -> None:
+    options = {"stage": 0, "transport": transport, "sync": policy, "bucket_bytes": 1024}
+    first, second = ranks(WORLD).run(trained, options)
+    assert_same_bits(first, second)
+    expected = local_by_hand(WORLD, STEPS, policy)
+    for name, value in expected.items():
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-6)
+
+
+def local_bytes(sync: zs.EveryStep | zs.Local, steps: int) -> dict[str, int]:
+    model = models.build("gpt")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, stage=0, sync=sync)
+    for step in range(steps):
+        model(models.GPT.batch(ROWS, seed=step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = run.stats().sent
+    run.close()
+    return {kind: sent.get(kind, 0) for kind in ("reduce", "outer")}
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_local_steps_send_a_share(fragments: int) -> None:
+    """The bytes of stage 0 divided by the steps between meetings, padding and flags aside."""
+    often = ranks(WORLD).run(local_bytes, zs.EveryStep(), 8)[0]
+    seldom = ranks(WORLD).run(local_bytes, zs.Local(steps=8, fragments=fragments), 8)[0]
+    assert seldom["reduce"] == 0
+    assert often["outer"] == 0
+    assert seldom["outer"] == pytest.approx(often["reduce"] / 8, rel=0.02)
+
+
+def meeting(policy: zs.Local, steps: int) -> tuple[str, dict[str, Tensor]]:
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, stage=0, sync=policy)
+    for step in range(steps):
+        model(batch(step, run.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = ""
+    try:
+        run.save("/nonexistent/checkpoint")
+    except zs.StateError as error:
+        told = str(error)
+    run.synchronise()
+    result = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run.close()
+    return told, result
+
+
+def test_ranks_apart_refuse_to_save_and_meet_when_asked() -> None:
+    for policy, steps in ((zs.Local(steps=4), 3), (zs.Local(steps=4, fragments=2), 4)):
+        (told, first), (_, second) = ranks(WORLD).run(meeting, policy, steps)
+        assert "run.synchronise()" in told
+        assert_same_bits(first, second)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def half(options: dict[str, Any], path: str, first: int, last: int, load: bool) -> dict[str, Tensor]:
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, **options)
+    if load:
+        run.load(path)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(first, last):
+        whole = models.MLP.batch(4, seed=step)
+        model(whole.chunk(world)[run.rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not load:
+        run.save(path)
+    with run.gathered() as gathered:
+        result = {name: p.detach().clone() for name, p in gathered.items()}
+    run.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 2, "sync": zs.Delayed()},
+        {"stage": 0, "sync": zs.Local(steps=2)},
+    ],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "half")
+    through = ranks(WORLD).run(half, options, str(tmp_path / "whole"), 0, 8, False)[0]
+    ranks(WORLD).run(half, options, path, 0, 4, False)
+    assert_same_bits(ranks(WORLD).run(half, options, path, 4, 8, True)[0], through)
+
+
+def test_a_delayed_gradient_is_loaded_at_another_number_of_ranks(tmp_path: Path) -> None:
+    options = {"stage": 3, "sync": zs.Delayed()}
+    path = str(tmp_path / "half")
+    through = ranks(WORLD).run(half, options, str(tmp_path / "whole"), 0, 6, False)[0]
+    ranks(WORLD).run(half, options, path, 0, 3, False)
+    alone = half(options, path, 3, 6, True)
+    for name, value in through.items():
+        torch.testing.assert_close(alone[name], value, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"stage": 3, "sync": zs.Local(steps=4)}, "stage=0"),
+        ({"stage": 0, "sync": zs.Delayed()}, "stage=1"),
+        ({"stage": 1, "sync": "delayed"}, "zs.Delayed()"),
+        ({"stage": 0, "sync": zs.Local(steps=4), "offload": zs.Offload()}, "offload"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(zs.OptionError, match=word):
+        zs.Options(**options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: zs.Delayed(steps=2),
+        lambda: zs.Local(steps=0),
+        lambda: zs.Local(steps=2, fragments=3),
+        lambda: zs.Local(rates=(1.0, 0.0)),
+        lambda: zs.Nesterov(momentum=1.0),
+        lambda: zs.Adaptive(choices=[zs.EveryStep()]),
+        lambda: zs.Adaptive(choices=[zs.EveryStep(), "local"]),
+    ],
+)
+def test_policies_are_checked_when_made(make: Any) -> None:
+    with pytest.raises(zs.OptionError):
+        make()
+
+
+def disagreeing() -> str:
+    model = models.build("mlp")
+    steps = 2 + dist.get_rank()
+    with pytest.raises(zs.RankError) as caught:
+        zs.shard(model, adamw(model), stage=0, sync=zs.Local(steps=steps))
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_about_the_policy_are_told() -> None:
+    first, second = ranks(WORLD).run(disagreeing)
+    assert first == second
+    assert "sync is Local(steps=2" in first
+
+
+# ---------------------------------------------------------------------- choosing
+
+
+def test_the_decision_is_pure_and_prefers_the_faithful() -> None:
+    slow, quick = Reading(1.0, 0.8, 1e8), Reading(0.3, 0.1, 1e7)
+    assert decide(0.05, 4.0, 2, 0, {}, slow)[0] == 1, "an untried choice, since there is much to gain"
+    assert decide(0.05, 4.0, 2, 0, {}, Reading(1.0, 0.01, 1e8))[0] == 0, "nothing to gain"
+    assert decide(0.05, 4.0, 2, 1, {0: slow}, quick)[0] == 1
+    assert decide(0.05, 4.0, 2, 1, {0: slow}, Reading(0.97, 0.1, 1e7))[0] == 0, "3 % are not worth it"
+    back, why = decide(0.05, 4.0, 2, 1, {0: slow}, Reading(0.3, 0.1, 1e7, unrest=9.0))
+    assert back == 0
+    assert "norm" in why
+
+
+def adapting(options: dict[str, Any], steps: int) -> tuple[tuple[str, ...], str, dict[str, Tensor]]:
+    model = models.build("gpt")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, **options)
+    for step in range(steps):
+        model(models.GPT.batch(ROWS, seed=10 * step + run.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.synchronise()
+    stats = run.stats()
+    with run.gathered() as whole:
+        result = {name: p.detach().clone() for name, p in whole.items()}
+    run.close()
+    return stats.switches, stats.sync, result
+
+
+@pytest.mark.parametrize(
+    ("stage", "choices"),
+    [(0, (zs.EveryStep(), zs.Local(steps=2), zs.Local(steps=4))), (2, (zs.EveryStep(), zs.Delayed()))],
+    ids=["local", "delayed"],
+)
+def test_adaptive_changes_on_all_ranks_at_once(stage: int, choices: tuple[Any, ...]) -> None:
+    sync = zs.Adaptive(choices=choices, window=3, gain=1e-6, unrest=1e6)
+    options = {"stage": stage, "sync": sync, "transport": "gloo"}
+    (switches, label, first), (others, other, second) = ranks(WORLD).run(adapting, options, 40)
+    assert switches == others
+    assert label == other
+    assert len(switches) >= len(choices) - 1, "every choice was to be tried"
+    assert "ms a step" in switches[0]
+    assert_same_bits(first, second)
