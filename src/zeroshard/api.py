@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zeroshard")
 
+#: Size of a bucket where ranks share memory and none was asked for: small enough to stay in the caches
+#: between being filled and being summed.
+CACHED_BUCKET = 6 * 2**20
+
 
 def shard(
     model: nn.Module,
@@ -53,7 +58,8 @@ def shard(
     - `precision`: None (as the model is), ``"bf16"``, ``"fp16"`` or a `Precision`.
     - `units`: ``"auto"`` (the repeated blocks), ``"none"``, or patterns of module names gathered together,
       e.g. ``"blocks.*"``.
-    - `bucket_bytes`: gradients travel in buckets of this size (default ``"25MiB"``).
+    - `bucket_bytes`: gradients travel in buckets of this size (default ``"25MiB"``; ``"6MiB"`` where ranks
+      share memory, so that a bucket is still in the caches when it is summed).
     - `prefetch`: how many units ahead parameters are gathered at stage 3 (default 1).
     - `recompute`: True, or patterns of units, to recompute activations in backward instead of keeping them.
     - `split`: how tensors are divided: ``"rows"``, ``"whole"`` (each tensor on one rank, for optimizers that
@@ -93,7 +99,10 @@ def shard(
     try:
         agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
         promise = wish.promise(model, optimizers, chosen, transport)
-        chosen = promise.options if promise is not None else chosen
+        if promise is not None:
+            chosen = promise.options
+        elif transport.name == "shm" and "bucket_bytes" not in keywords:
+            chosen = replace(chosen, bucket_bytes=CACHED_BUCKET)
         _equalise(model, transport)
         distributed = transport.size > 1 and chosen.stage > 0
         mesh = mesh_over(group, device) if distributed else None
