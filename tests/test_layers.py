@@ -34,7 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("machine", "planner", "pricing", "choice", "trace"),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing"),
+    ("shard", "agree", "whole", "norm", "landing", "private"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state"),
