@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from codecs_for_tests import Halves, Same
+from codecs_for_tests import Same
 from recipes import Recipe, on_ranks
 
 import zeroshard as zs

@@ -28,6 +28,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "plan",
         "codec",
         "routes",
+        "coding",
+        "wires",
         "stats",
         "pool",
         "units",

@@ -69,6 +69,8 @@ def shard(
       ``"local"``.
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
       `Adaptive(...)`.
+    - `compress`: a codec through which gradients travel (`Int8()`), or a mapping from name patterns to
+      codecs or None; the first that matches counts. `gather`: one through which parameters travel.
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
@@ -330,6 +332,8 @@ class Run(Kept):
             runtime.update_counts(),
             sync=runtime.pace.label,
             switches=runtime.pace.report(),
+            uncompressed={kind: n + counters.spared.get(kind, 0) for kind, n in counters.sent.items()},
+            error=runtime.gradients.errors(),
         )
 
     def _data_parallel_bytes(self, state: int) -> int:

@@ -170,6 +170,10 @@ class Gradients:
         mine = [private for bucket in self.buckets for private in bucket.private()]
         return mine + (self.desk.private() if self.desk is not None else [])
 
+    def errors(self) -> dict[str, float]:
+        """By codec: what it loses; see [Note: what is measured]."""
+        return self.desk.errors() if self.desk is not None else {}
+
     def redirect(self, param: Param, grad: Tensor) -> Tensor:
         """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a
         penalty on the weights, or by a layer that was called alone. What goes to the home instead: nothing,
@@ -268,6 +272,9 @@ class LocalGradients:
         for bucket in self._local_buckets:
             bucket.send()
             bucket.waiting = len(bucket.params)
+
+    def errors(self) -> dict[str, float]:
+        return {}
 
     def private(self) -> list[Private]:
         """Nothing travels, so nothing is left unsent."""

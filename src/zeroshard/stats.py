@@ -12,6 +12,8 @@ class Stats:
 
     - `sent`, `received`: bytes by kind (``reduce``: gradients, ``gather``: parameters of stage 3,
       ``publish``: updated parameters of stages 1 and 2, ``collect``, ``broadcast``).
+    - `uncompressed`: what `sent` would be without codecs; `error`: by codec, the norm of what it lost of a
+      step's gradient over the gradient's norm, measured in every 16th step.
     - `waited`: seconds this rank waited for others, by kind.
     - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
       ``buckets``; with offload ``host``, ``staging``, ``disk``).
@@ -38,6 +40,8 @@ class Stats:
     sync: str = ""
     switches: tuple[str, ...] = ()
     planned: dict[str, int] = field(default_factory=dict)
+    uncompressed: dict[str, int] = field(default_factory=dict)
+    error: dict[str, float] = field(default_factory=dict)
 
     def __sub__(self, before: Stats) -> Stats:
         """What happened between two moments. Live and peak bytes are those of the later one."""
@@ -58,6 +62,8 @@ class Stats:
             self.sync,
             self.switches[len(before.switches) :],
             self.planned,
+            less(self.uncompressed, before.uncompressed),
+            self.error,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .bucket import Bucket, CodedBucket, Desk, wire_bytes
+from .bucket import Bucket, CodedBucket, Desk
 from .codec import Codec
+from .coding import wire_bytes
 from .comm import Region, Transport
 from .config import Options
 from .layout import ALIGN, FlatPack, Pack, Slot, buckets
@@ -99,7 +100,7 @@ class Wiring:
     def _code_wires(self, packs: list[Pack], sort: Sort) -> list[Region]:
         """A coded gradient stays on its wire at no stage."""
         assert sort.codec is not None
-        sizes = [wire_bytes(sort.codec, pack, sort.wire) for pack in packs]
+        sizes = [wire_bytes(sort.codec, pack, sort.wire.itemsize) for pack in packs]
         ring = self._ring(f"codes {sort.wire} {sort.codec!r}", sizes, torch.uint8, self.delays)
         self.ledger.book("buckets", sum(region.mine.nbytes for region in ring))
         return [ring[i % len(ring)] for i in range(len(packs))]
@@ -111,7 +112,8 @@ class Wiring:
     def _lay_desk(self, coded: list[_Made]) -> None:
         """Memory that the coded buckets share, as large as the largest needs."""
         if coded:
-            narrow = [max(each.pack.pieces) for each in coded if each.sort.landed != torch.float32]
+            rank = self.transport.rank
+            narrow = [each.pack.pieces[rank] for each in coded if each.sort.landed != torch.float32]
             away = [each.wire.mine.numel() for each in coded if each.wire.mine.device != self.device]
             sizes = max(each.pack.wire for each in coded), max(narrow, default=0), max(away, default=0)
             self.desk = Desk(self.device, *sizes, self.ledger)

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from ..codec import Codec
+from ..coding import Span, Way, back_bytes, bodies_of, in_words
 from ..comm import Region, Transport, Work
 from ..layout import FlatPack, Pack, aligned
 from ..pool import Ledger
 from ..private import Private, in_wire
 from ..shard import Faces, Param
-from .desk import Desk, in_words
+from .desk import Desk
 from .plain import Bucket
-
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -49,46 +48,19 @@ class AsIs(Codec):
 
 
 @dataclass(frozen=True)
-class Way:
-    """How pieces lie on a wire of bytes: `codes` bytes of code a piece, each followed by `flags` bytes."""
+class Route:
+    """A codec, and where the codes of all pieces lie on its wire."""
 
     codec: Codec
-    codes: tuple[int, ...]
-    flags: int
+    way: Way
 
     @classmethod
-    def of(cls, codec: Codec, bodies: Sequence[Span], flags: int) -> Way:
-        return cls(codec, tuple(codec.wire_bytes(numel) for _, numel in bodies), flags)
-
-    @property
-    def spans(self) -> list[Span]:
-        result, at = [], 0
-        for size in self.codes:
-            length = in_words(size) + in_words(self.flags)
-            result.append((at, length))
-            at += length
-        return result
-
-    @property
-    def nbytes(self) -> int:
-        return sum(length for _, length in self.spans)
-
-
-def bodies_of(pack: Pack) -> list[Span]:
-    """Where the numbers of every rank's piece begin in the wire, and how many there are, flags left out."""
-    if isinstance(pack, FlatPack):
-        return [(at, min(max(pack.full - at, 0), n)) for at, n in zip(pack.starts, pack.pieces, strict=True)]
-    return [(start, pack.body(rank)) for rank, start in enumerate(pack.starts)]
-
-
-def wire_bytes(codec: Codec, pack: Pack, wire_dtype: torch.dtype) -> int:
-    """Bytes of the wire that a coded bucket needs; as much as uncoded ones where the codec warms up."""
-    ways = [codec] if codec.active(0) else [codec, AsIs(wire_dtype)]
-    return max(Way.of(way, bodies_of(pack), len(pack.slots)).nbytes for way in ways)
+    def of(cls, codec: Codec, bodies: Sequence[Span], flags: int = 0) -> Route:
+        return cls(codec, Way.of(codec.wire_bytes, bodies, flags))
 
 
 class CodedBucket(Bucket):
-    """See the module's docstring. `wire` is a region of bytes, `wire_bytes` long or longer."""
+    """See the module's docstring. `wire` is a region of bytes, `coding.wire_bytes` long or longer."""
 
     def __init__(
         self,
@@ -104,8 +76,8 @@ class CodedBucket(Bucket):
         super().__init__(index, pack, params, wire, transport, dtypes, desk.device, desk.values)
         self.desk, self.codec = desk, codec
         self._bodies = bodies_of(pack)
-        self._coded = Way.of(codec, self._bodies, len(self.params))
-        self._plain = Way.of(AsIs(self.wire_dtype), self._bodies, len(self.params))
+        self._coded = Route.of(codec, self._bodies, len(self.params))
+        self._plain = Route.of(AsIs(self.wire_dtype), self._bodies, len(self.params))
         self.state = codec.state(pack.wire, desk.device)
         self._states = [self._state_of(at, numel) for at, numel in self._bodies]
         self._holes = [desk.values[at : at + n] for at, n in _holes(pack)]
@@ -117,7 +89,7 @@ class CodedBucket(Bucket):
     # ------------------------------------------------------------------ the way to the owners
 
     @property
-    def _way(self) -> Way:
+    def _route(self) -> Route:
         return self._coded if self.codec.active(self.desk.turn) else self._plain
 
     @torch.no_grad()
@@ -125,41 +97,42 @@ class CodedBucket(Bucket):
         """Copy the gradients of the leaves to the desk, let them go, and encode every piece."""
         super().fill()
         torch._foreach_zero_(self._holes)
-        way, desk, rank = self._way, self.desk, self.transport.rank
+        route, desk, rank = self._route, self.desk, self.transport.rank
+        codec, way = route.codec, route.way
         into = desk.code if self._mirrored else self.wire.mine
         flags = torch.tensor(self.used, dtype=torch.uint8, device=into.device)
         for target, ((at, _), size) in enumerate(zip(way.spans, way.codes, strict=True)):
             start, numel = self._bodies[target]
             values, code = desk.values[start : start + numel], into[at : at + size]
-            way.codec.encode(values, code, self._states[target], desk.seed(self.index, rank, target))
-            if target == rank and way is self._coded and desk.measures:
-                desk.compare(self.codec, values, code)
+            codec.encode(values, code, self._states[target], desk.seed(self.index, rank, target))
+            if target == rank and codec is self.codec and desk.measures:
+                desk.compare(codec, values, code)
             tail = at + in_words(size)
             into[tail : tail + len(flags)] = flags
         if self._mirrored:
             self.wire.mine[: way.nbytes].copy_(into[: way.nbytes])
 
     def reduce(self) -> Work:
-        way, out, rank = self._way, self.landed, self.transport.rank
+        route, out, rank = self._route, self.landed, self.transport.rank
         assert out is not None
-        spans, pieces = way.spans, self.pack.pieces
+        spans, pieces = route.way.spans, self.pack.pieces
         self._count(sum(pieces) - pieces[rank], sum(n for _, n in spans) - spans[rank][1])
         key, takes = f"{self.wire.key}/{self.index}", [spans[rank]] * self.pack.world
         return self.transport.deal(
-            "reduce", key, self.wire, spans, takes, lambda parts: self._land(parts, way, out)
+            "reduce", key, self.wire, spans, takes, lambda parts: self._land(parts, route, out)
         )
 
     def _count(self, numel: int, sent: int) -> None:
         self.transport.counters.add_spared("reduce", numel * self.wire_dtype.itemsize - sent)
 
-    def _land(self, parts: list[Tensor], way: Way, out: Tensor) -> None:
+    def _land(self, parts: list[Tensor], route: Route, out: Tensor) -> None:
         """Add up the contributions to this rank's piece."""
         rank = self.transport.rank
-        (_, numel), size = self._bodies[rank], way.codes[rank]
+        (_, numel), size = self._bodies[rank], route.way.codes[rank]
         total = out if out.dtype == torch.float32 else self.desk.total[: out.numel()]
         here = [part.to(out.device) for part in parts] if self._mirrored else parts
         for number, part in enumerate(here):
-            way.codec.decode(part[:size], total[:numel], add=number > 0)
+            route.codec.decode(part[:size], total[:numel], add=number > 0)
         total[:numel].mul_(1.0 / self.pack.world)
         tail = in_words(size)
         counts = torch.stack([part[tail : tail + len(self.params)] for part in here]).sum(0)
@@ -180,8 +153,9 @@ class CodedBucket(Bucket):
         ]
         if self.rounds:
             records += [
-                Private(f"(sum of {self.params[0].name})", f"codec {name}", ((0, tensor),), "reset")
+                Private(f"(sum of {self.label}, {tensor.numel()})", f"codec {name}", ((0, tensor),), "reset")
                 for name, tensor in self._again.items()
+                if tensor.numel()
             ]
         return records
 
@@ -198,9 +172,8 @@ class CodedBucket(Bucket):
     def _make_whole(self, in_place: bool, ledger: Ledger) -> None:
         rank, pack = self.transport.rank, self.pack
         self.rounds = 1
-        self._ways_back = [Way.of(codec, self._bodies, 0) for codec in (self.codec, AsIs(self.dtype))]
-        used = self._ways_back[:1] if self.codec.active(0) else self._ways_back
-        room = max(way.spans[rank][1] for way in used)
+        self._back = [Route.of(codec, self._bodies) for codec in (self.codec, AsIs(self.dtype))]
+        room = back_bytes(self.codec, self._bodies[rank][1], self.dtype.itemsize)
         self._back_wire = self.transport.allocate(f"{self.wire.key} {self.index} back", room, torch.uint8)
         self._again = self.codec.state(self._bodies[rank][1], self.device)
         self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
@@ -215,30 +188,30 @@ class CodedBucket(Bucket):
         """Encode the sum of this rank's piece for everybody."""
         rank, desk, wire, landed = self.transport.rank, self.desk, self._back_wire, self.landed
         assert landed is not None
-        coded, plain = self._ways_back
-        way = coded if self.codec.active(desk.turn) else plain
-        size, numel = way.codes[rank], self._bodies[rank][1]
+        coded, plain = self._back
+        route = coded if self.codec.active(desk.turn) else plain
+        size, numel = route.way.codes[rank], self._bodies[rank][1]
         self.transport.fill(wire)
         values = landed[:numel] if landed.dtype == torch.float32 else desk.total[:numel].copy_(landed[:numel])
         into = desk.code if self._mirrored else wire.mine
-        way.codec.encode(values, into[:size], self._again, desk.seed(self.index, rank, rank) ^ 1)
+        route.codec.encode(values, into[:size], self._again, desk.seed(self.index, rank, rank) ^ 1)
         if self._mirrored:
             wire.mine[:size].copy_(into[:size])
-        lengths = [in_words(code) for code in way.codes]
+        lengths = [length for _, length in route.way.spans]
         others = self.pack.world - 1
         self._count(self.pack.pieces[rank] * others, lengths[rank] * others)
         offers, takes = [(0, lengths[rank])] * self.pack.world, [(0, length) for length in lengths]
         return self.transport.deal(
-            "reduce", wire.key, wire, offers, takes, lambda parts: self._spread(parts, way)
+            "reduce", wire.key, wire, offers, takes, lambda parts: self._spread(parts, route)
         )
 
-    def _spread(self, parts: list[Tensor], way: Way) -> None:
+    def _spread(self, parts: list[Tensor], route: Route) -> None:
         whole = self.whole
         assert whole is not None
-        for part, size, (at, numel) in zip(parts, way.codes, self._bodies, strict=True):
+        for part, size, (at, numel) in zip(parts, route.way.codes, self._bodies, strict=True):
             code, out = part[:size].to(whole.device), whole[at : at + numel]
             total = out if out.dtype == torch.float32 else self.desk.total[:numel]
-            way.codec.decode(code, total, add=False)
+            route.codec.decode(code, total, add=False)
             if total is not out:
                 out.copy_(total)
         for at, n in _holes(self.pack):

@@ -18,12 +18,6 @@ from ..pool import Ledger
 from ..private import Private
 
 EVERY = 16
-WORDS = 16  # bytes: where every code begins
-
-
-def in_words(nbytes: int) -> int:
-    """Bytes rounded up, so that what follows can be seen as numbers of any dtype."""
-    return -(-nbytes // WORDS) * WORDS
 
 
 class Desk:
