@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -73,6 +74,8 @@ def test_threads_change_nothing(codec: Codec, monkeypatch: pytest.MonkeyPatch) -
         together = steps(codec, 7003, edges=True)
     finally:
         torch.set_num_threads(count)
+        codes._workers(3, os.getpid()).close()
+        codes._workers.cache_clear()
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one.nan_to_num(123.0), other.nan_to_num(123.0))
 
