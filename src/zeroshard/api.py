@@ -16,7 +16,7 @@ from . import agree
 from .admission import device_of, refuse_misuse
 from .build import Builder, Init
 from .checkpoint import Alone, Peers
-from .comm import Transport, connect
+from .comm import NodesTransport, Transport, connect
 from .comm.talk import Talk
 from .config import Options
 from .errors import StateError
@@ -69,7 +69,12 @@ def shard(
       ``"local"``.
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
       `Adaptive(...)`.
-    - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
+    - `transport`: ``"auto"``, ``"shm"``, ``"gloo"``, ``"nccl"``, or ``"nodes"``: shared memory inside a node
+      and gloo between nodes, which sums of a node cross once (rounding: they are added node by node).
+    - `node_cache`: at stage 3 over several nodes, keep gathered rows of other nodes inside the node until the
+      next update, so that they cross the network once a step. Costs the compute weights divided by the ranks
+      of a node.
+    - `ranks_per_node`: ranks that count as one node, in place of those on one host.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
     - `limit`: in place of the above, bytes of one device (``"20GiB"``): the fastest way that fits is chosen,
@@ -94,7 +99,11 @@ def shard(
     if group is None:
         join()
     device = device_of(model)
-    transport = connect(device, chosen.transport, group)
+    asked = "nodes" if chosen.node_cache else chosen.transport
+    per_node = chosen.ranks_per_node or wish.asked.get("ranks_per_node")
+    transport = connect(device, asked, group, ranks_per_node=per_node)
+    if isinstance(transport, NodesTransport):
+        chosen = replace(chosen, ranks_per_node=transport.ranks_per_node)
     promise: Promise | None = None
     try:
         agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
@@ -204,7 +213,7 @@ class Run(Kept):
 
     @property
     def transport(self) -> str:
-        """Which transport was chosen: local, shm, gloo or nccl."""
+        """Which transport was chosen: local, shm, gloo, nodes or nccl."""
         return self._runtime.transport.name
 
     @property
@@ -326,6 +335,7 @@ class Run(Kept):
             runtime.update_counts(),
             sync=runtime.pace.label,
             switches=runtime.pace.report(),
+            between=counters.between,
         )
 
     def _data_parallel_bytes(self, state: int) -> int:

@@ -56,14 +56,17 @@ class Region:
 
 @dataclass
 class Counters:
-    """Bytes sent and received, and seconds waited for peers, by kind of traffic."""
+    """Bytes sent and received, and seconds waited for peers, by kind of traffic. `between`: of the bytes
+    sent, those that left the node."""
 
     sent: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
+    between: dict[str, int] = field(default_factory=dict)
 
-    def add_sent(self, kind: str, count: int) -> None:
+    def add_sent(self, kind: str, count: int, between: int = 0) -> None:
         self.sent[kind] = self.sent.get(kind, 0) + count
+        self.between[kind] = self.between.get(kind, 0) + between
 
     def add_received(self, kind: str, count: int) -> None:
         self.received[kind] = self.received.get(kind, 0) + count
@@ -80,12 +83,13 @@ class Counters:
             self.add_waited(kind, perf_counter() - start)
 
     def snapshot(self) -> Counters:
-        return Counters(dict(self.sent), dict(self.received), dict(self.waited))
+        return Counters(dict(self.sent), dict(self.received), dict(self.waited), dict(self.between))
 
     def reset(self) -> None:
         self.sent.clear()
         self.received.clear()
         self.waited.clear()
+        self.between.clear()
 
 
 class Transport(ABC):
@@ -103,6 +107,18 @@ class Transport(ABC):
         self.size = size
         self.device = device
         self.counters = Counters()
+        self.nodes: Sequence[int] = [0] * size
+        self._far: list[int] = []
+
+    def place(self, nodes: Sequence[int]) -> None:
+        """Say which node each rank is on, so that traffic is counted by link."""
+        self.nodes = nodes
+        self._far = [rank for rank, node in enumerate(nodes) if node != nodes[self.rank]]
+
+    def cache(self, region: Region, cuts: Cuts) -> int:
+        """Keep inside the node what gathers of `region` bring from other nodes, until the next epoch.
+        Collective. The bytes that it costs this rank: none where nothing is kept."""
+        return 0
 
     @abstractmethod
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
@@ -179,20 +195,20 @@ class Transport(ABC):
         """Give everything back. May be called again."""
 
     def _count_reduce(self, kind: str, pieces: Sequence[int], itemsize: int) -> None:
-        mine = pieces[self.rank]
-        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize)
+        mine, far = pieces[self.rank], sum(pieces[rank] for rank in self._far)
+        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize, far * itemsize)
         self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
 
     def _count_gather(self, kind: str, totals: Sequence[int], itemsize: int) -> None:
         """`totals`: elements that each rank offers."""
-        mine = totals[self.rank]
-        self.counters.add_sent(kind, mine * (self.size - 1) * itemsize)
-        self.counters.add_received(kind, (sum(totals) - mine) * itemsize)
+        mine = totals[self.rank] * itemsize
+        self.counters.add_sent(kind, mine * (self.size - 1), mine * len(self._far))
+        self.counters.add_received(kind, sum(totals) * itemsize - mine)
 
     def _count_broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if self.rank == source:
-            self.counters.add_sent("broadcast", total * (self.size - 1))
+            self.counters.add_sent("broadcast", total * (self.size - 1), total * len(self._far))
         else:
             self.counters.add_received("broadcast", total)
 
