@@ -16,6 +16,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 # `__init__` is the public face: what stands below it in this table sees ZeroShard as a user does.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("native",),
     (
         "policy",
         "config",
@@ -30,11 +31,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "pool",
         "units",
     ),
-    ("native",),
     ("machine", "planner", "pricing", "choice", "trace"),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing"),
+    ("shard", "agree", "whole", "norm", "landing", "private"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state"),

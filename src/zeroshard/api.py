@@ -108,10 +108,7 @@ def shard(
     try:
         agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
         promise = wish.promise(model, optimizers, chosen, transport)
-        if promise is not None:
-            chosen = promise.options
-        elif transport.name == "shm" and "bucket_bytes" not in keywords:
-            chosen = replace(chosen, bucket_bytes=CACHED_BUCKET)
+        chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
         _equalise(model, transport)
         distributed = transport.size > 1 and chosen.stage > 0
         mesh = mesh_over(group, device) if distributed else None
@@ -134,6 +131,13 @@ def shard(
         return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
 
     return Run(model, runtime, hooks, Keeper(model, runtime, meet), promise)
+
+
+def _suited(options: Options, transport: Transport, given: dict[str, Any]) -> Options:
+    """Buckets of the transport's size, where none was asked for."""
+    if transport.name == "shm" and "bucket_bytes" not in given:
+        return replace(options, bucket_bytes=CACHED_BUCKET)
+    return options
 
 
 def _take_buffers(model: nn.Module, runtime: Runtime) -> None:

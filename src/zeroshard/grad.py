@@ -33,6 +33,7 @@ from .comm import Region, Transport, Work
 from .layout import FlatPack, Pack
 from .native import Moves
 from .pool import Ledger
+from .private import Private
 from .shard import Faces, Param
 
 # Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
@@ -331,6 +332,11 @@ class Gradients:
                 grad.add_(part)
             param.home.grad = bucket.grads[index]
 
+    def private(self) -> list[Private]:
+        """What this rank has of its own and goes into checkpoints: of codecs that keep what they did not
+        send. It may change in backward."""
+        return []
+
     def redirect(self, param: Param, grad: Tensor) -> Tensor:
         """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a
         penalty on the weights, or by a layer that was called alone. What goes to the home instead: nothing,
@@ -429,3 +435,7 @@ class LocalGradients:
         for bucket in self._local_buckets:
             bucket.send()
             bucket.waiting = len(bucket.params)
+
+    def private(self) -> list[Private]:
+        """Nothing travels, so nothing is left unsent."""
+        return []

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..policy import Adaptive, Delayed, EveryStep, Local
+from ..private import Private
 from ..shard import Faces
 from ..step import Update
 from .decide import Reading, decide, same_link
@@ -66,7 +67,7 @@ class AdaptivePace(Pace):
         pace = self.paces[number]
         if isinstance(pace, DelayedPace):
             pace.gradients.behind = isinstance(self.policy.choices[number], Delayed)
-        self.gradients, self.apart = pace.gradients, pace.apart
+        self.gradients, self.apart, self.early = pace.gradients, pace.apart, pace.early
         self.label = f"Adaptive: {self.policy.choices[number]!r}"
 
     @property
@@ -195,6 +196,10 @@ class AdaptivePace(Pace):
     def kept(self, wanted: bool = False) -> list[Kept]:
         paces = dict.fromkeys(self.paces) if wanted else [self.pace]
         return [kept for pace in paces for kept in pace.kept(wanted)]
+
+    def private(self) -> list[Private]:
+        gradients = {id(pace.gradients): pace.gradients for pace in self.paces}
+        return [private for held in gradients.values() for private in held.private()]
 
     def values(self) -> dict[str, Any]:
         names = [repr(choice) for choice in self.policy.choices]

@@ -235,6 +235,7 @@ class DelayedPace(Pace):
     """`Delayed`, and where it is one of several choices also `EveryStep` on the same buckets."""
 
     label = "Delayed(steps=1)"
+    early = True  # the gradients under way are replaced bucket by bucket
     gradients: DelayedGradients | DelayedLocalGradients
 
     def __init__(self, gradients: DelayedGradients | DelayedLocalGradients, rank: int) -> None:
