@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -137,7 +138,8 @@ class NodesTransport(Transport):
         held = region.state.get(name)
         if held is None:
             token = self._inner.allocate(f"{region.key} {name} token", 1, torch.uint8)
-            bases, memory = [], region.state["inner"]
+            bases: list[list[int]] = []
+            memory = region.state["inner"]
             if not in_place:
                 bases, sizes = self._layout(cuts)
                 memory = self._inner.allocate(f"{region.key} {name}", sizes[self._local], region.mine.dtype)
@@ -177,8 +179,7 @@ class NodesTransport(Transport):
         return work
 
     def gather(self, kind: str, key: str, source: Region, cuts: Cuts, out: Out) -> Work:
-        far = [r for r in self._namesakes() if r != self.rank]
-        relay = self._relay(source, cuts, in_place=all(_is_there(source.mine, cuts[r], out[r]) for r in far))
+        relay = self._relay(source, cuts, in_place=len(out[self.rank]) == 0 and _disjoint(cuts))
         came = None
         if relay.epoch != self._epoch:
             came = self._fetch(kind, key, source, cuts, out, relay)
@@ -195,6 +196,7 @@ class NodesTransport(Transport):
         mine = self._namesakes()
         if not relay.bases:
             there = [[] if r == self.rank else out[r] for r in mine]
+            assert all(_is_there(source.mine, cuts[r], to) for r, to in zip(mine, there, strict=True) if to)
             return self._outer.gather(kind, key, source.state["outer"], [cuts[r] for r in mine], there)
         wanted, into = [], []
         for node, rank in enumerate(mine):
@@ -363,6 +365,12 @@ def _span(segments: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """From the first element of any segment to behind the last."""
     held = [(at, at + numel) for at, numel in segments if numel]
     return (min(at for at, _ in held), max(end for _, end in held)) if held else (0, 0)
+
+
+def _disjoint(cuts: Cuts) -> bool:
+    """Whether no element of the region belongs to two ranks: then it can hold the rows of all."""
+    held = sorted((at, at + numel) for segments in cuts for at, numel in segments if numel)
+    return all(before[1] <= after[0] for before, after in pairwise(held))
 
 
 def _is_there(memory: torch.Tensor, segments: Sequence[tuple[int, int]], out: Sequence[torch.Tensor]) -> bool:
