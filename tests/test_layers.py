@@ -34,7 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("machine", "planner", "pricing", "choice", "trace"),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing", "private"),
+    ("shard", "agree", "whole", "norm", "landing", "private", "bucket"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state"),

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .bucket import Bucket, Sink
 from .comm import Region, Transport
 from .config import Options, Precision
 from .errors import ModelError, OptionError
-from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
+from .grad import Gradients, LocalBucket, LocalGradients
 from .layout import ALIGN, FlatPack, Pack, Slot, Split, buckets, slots_for
 from .live import LiveUnit, leaf_of
 from .param import Bundle, Rests

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .bucket import Sink
 from .comm import Transport
 from .config import Offload, Options
 from .errors import OptionError, TierError
 from .form import Form
-from .grad import Sink
 from .host import HostUpdates
 from .landing import HostGradients
 from .layout import ALIGN, Slot, aligned, buckets

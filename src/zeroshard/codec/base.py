@@ -21,7 +21,7 @@ from zeroshard.policy import Numerics
 # Codes begin and end on such boundaries, so that those of several pieces can stand in one wire.
 ALIGNMENT = 4
 
-_kinds: dict[str, type[Codec]] = {}
+_kinds: dict[str, type[Compression]] = {}
 
 
 def padded(count: int) -> int:
@@ -29,7 +29,35 @@ def padded(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-class Codec(ABC):
+class Compression(ABC):
+    """The root of all that `compress=` takes: frozen settings, and what they do to the numbers."""
+
+    numerics: ClassVar[Numerics]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _kinds[cls.__name__] = cls
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what was not sent is kept in ``state["residual"]`` and sent later."""
+        return False
+
+    def active(self, step: int) -> bool:
+        """Whether step number `step`, counted from 0, is sent encoded. False: it travels as it is."""
+        return True
+
+    def settings(self) -> dict[str, Any]:
+        """The codec as plain data, for plans and for the comparison of ranks; see `from_settings`."""
+        if not is_dataclass(self):
+            raise OptionError(
+                f"codec {type(self).__name__} is no dataclass, so its settings are unknown; put "
+                "@dataclass(frozen=True) above the class."
+            )
+        return {"kind": type(self).__name__, **asdict(self)}
+
+
+class Codec(Compression):
     """How gradients travel: turned into fewer bytes by the sender, and back by the receiver.
 
     A codec of your own is a frozen dataclass with three methods. This one sends 8-bit floats:
@@ -53,17 +81,6 @@ class Codec(ABC):
     the state. `step` differs from step to step, piece to piece and rank to rank: a seed.
     """
 
-    numerics: ClassVar[Numerics]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _kinds[cls.__name__] = cls
-
-    @property
-    def feedback(self) -> bool:
-        """Whether what was not sent is kept in ``state["residual"]`` and sent later."""
-        return False
-
     @property
     def state_names(self) -> tuple[str, ...]:
         """The tensors of the state; each has the length of the piece."""
@@ -76,10 +93,6 @@ class Codec(ABC):
     def state_bytes(self, numel: int) -> int:
         """The bytes of `state`, without making it."""
         return 4 * numel * len(self.state_names)
-
-    def active(self, step: int) -> bool:
-        """Whether step number `step`, counted from 0, is sent encoded. False: it travels as it is."""
-        return True
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
@@ -101,18 +114,9 @@ class Codec(ABC):
         self.decode(code, out, add=False)
         return out
 
-    def settings(self) -> dict[str, Any]:
-        """The codec as plain data, for plans and for the comparison of ranks; see `from_settings`."""
-        if not is_dataclass(self):
-            raise OptionError(
-                f"codec {type(self).__name__} is no dataclass, so its settings are unknown; put "
-                "@dataclass(frozen=True) above the class."
-            )
-        return {"kind": type(self).__name__, **asdict(self)}
 
-
-def from_settings(settings: dict[str, Any]) -> Codec:
-    """The codec that `Codec.settings` described. A class of your own must have been defined before."""
+def from_settings(settings: dict[str, Any]) -> Compression:
+    """The codec that `Compression.settings` described. A class of your own must have been defined before."""
     given = dict(settings)
     kind = given.pop("kind", None)
     if kind not in _kinds:

@@ -22,7 +22,19 @@ from zeroshard.errors import RankError
 from . import bounce, failure
 from .link import Job, Link
 from .sums import sum_pieces
-from .transport import Cuts, Region, Transport, Work, fold, slices
+from .transport import (
+    HEAD,
+    Cuts,
+    Land,
+    Region,
+    Spans,
+    Transport,
+    Work,
+    fold,
+    length_of,
+    parts_of,
+    slices,
+)
 from .watch import Watch, disagreement
 
 if TYPE_CHECKING:
@@ -134,6 +146,65 @@ class GlooTransport(Transport):
         move = _Move(self, kind, got, lambda: sum_pieces(out, sources, scale))
         self._begin(wire, move, sent)
         self._count_reduce(kind, pieces, wire.mine.element_size())
+        return move
+
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        for move in self._pending.pop(wire, []):
+            move.wait()  # the parts of an earlier turn lie where those of this one will
+        offered = parts_of(wire.mine, offers)
+        if varies:
+            return self._deal_varying(kind, key, wire, offered, takes, land)
+        parts = slices(self._stage(wire, "deal", sum(n for _, n in takes)), [n for _, n in takes])
+        parts[self.rank] = offered[self.rank]
+        receives = [(peer, parts[peer]) for peer in self._peers if takes[peer][1]]
+        sends = [(peer, offered[peer]) for peer in self._peers if offers[peer][1]]
+        got, sent = self._link.start(f"its {kind} [{key}]", f"reduce {wire.lane}", receives, sends)
+        move = _Move(self, kind, got, lambda: land(parts))
+        self._begin(wire, move, sent)
+        self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
+        return move
+
+    def _deal_varying(
+        self, kind: str, key: str, wire: Region, offered: list[torch.Tensor], takes: Spans, land: Land
+    ) -> Work:
+        """Heads first; when they have come, room for the rest is made. What follows a head is sent at once
+        behind it, and gloo keeps it back until it is asked for."""
+        label, lane = f"its {kind} [{key}]", f"reduce {wire.lane}"
+        lengths = [length_of(part) for part in offered]
+        heads = [torch.zeros(HEAD, dtype=torch.uint8) for _ in takes]
+        heads[self.rank] = offered[self.rank][:HEAD]
+        sends: list[tuple[int, torch.Tensor]] = []
+        for peer in self._peers:
+            used = offered[peer][: lengths[peer]]
+            sends += [(peer, part) for part in (used[:HEAD], used[HEAD:]) if part.numel()]
+        got, sent = self._link.start(label, lane, [(p, heads[p]) for p in self._peers if takes[p][1]], sends)
+
+        def finish() -> None:
+            used = [length_of(head) if takes[rank][1] else 0 for rank, head in enumerate(heads)]
+            parts = [torch.empty(length, dtype=torch.uint8) for length in used]
+            parts[self.rank] = offered[self.rank][: lengths[self.rank]]
+            receives = []
+            for peer in self._peers:
+                if used[peer]:
+                    parts[peer][:HEAD] = heads[peer]
+                if used[peer] > HEAD:
+                    receives.append((peer, parts[peer][HEAD:]))
+            with self.counters.waiting(kind):
+                self._link.wait(self._link.start(label, lane, receives, [])[0])
+            self._count_deal(kind, lengths, used)
+            land(parts)
+
+        move = _Move(self, kind, got, finish)
+        self._begin(wire, move, sent)
         return move
 
     def gather(

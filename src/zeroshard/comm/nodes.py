@@ -30,7 +30,7 @@ from .gloo import GlooTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
 from .topology import Topology
-from .transport import Cuts, Region, Transport, Work, fold, slices
+from .transport import Cuts, Land, Region, Spans, Transport, Work, fold, slices
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -83,6 +83,8 @@ class NodesTransport(Transport):
         failure.listen(self)
         self._reduces: list[_Reduce] = []
         self._gathers: list[_Gather] = []
+        self._direct: GlooTransport | None = None
+        self._store, self._timeout = PrefixStore("direct", store), timeout
         self._epoch = 0
         self._handed = False  # something was handed on since the last fence
 
@@ -118,6 +120,8 @@ class NodesTransport(Transport):
                 self._inner.free(part.token)
             elif name == "outer":
                 self._outer.free(part)
+            elif name == "direct" and self._direct is not None:
+                self._direct.free(part)
         self._inner.free(region.state["inner"])
         region.mine = region.mine.new_empty(0)
         region.state.clear()
@@ -127,6 +131,8 @@ class NodesTransport(Transport):
             work.wait()
         self._inner.fill(region.state["inner"])
         self._outer.fill(region.state["outer"])
+        if self._direct is not None and "direct" in region.state:
+            self._direct.fill(region.state["direct"])
 
     def cache(self, region: Region, cuts: Cuts) -> int:
         relay = self._relay(region, cuts, in_place=False)
@@ -177,6 +183,26 @@ class NodesTransport(Transport):
         self._reduces.append(work)
         self._progress()
         return work
+
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        """Parts that are not summed do not become fewer inside a node: they go straight to their ranks."""
+        if self._direct is None:
+            self._direct = GlooTransport(self._store, self.rank, self.size, self.device, self._timeout)
+            self._direct.place(self.nodes)
+            self._direct.counters = self.counters
+            failure.unlisten(self._direct)
+        if "direct" not in wire.state:
+            wire.state["direct"] = self._direct.adopt(wire.key, wire.mine)
+        return self._direct.deal(kind, key, wire.state["direct"], offers, takes, land, varies)
 
     def gather(self, kind: str, key: str, source: Region, cuts: Cuts, out: Out) -> Work:
         relay = self._relay(source, cuts, in_place=len(out[self.rank]) == 0 and _disjoint(cuts))
@@ -285,16 +311,19 @@ class NodesTransport(Transport):
     # The end
 
     def report(self, text: str) -> None:
-        self._inner.report(text)
-        self._outer.report(text)
+        for part in self._parts():
+            part.report(text)
+
+    def _parts(self) -> list[Transport]:
+        return [self._inner, self._outer, *([] if self._direct is None else [self._direct])]
 
     def cause(self) -> str | None:
-        return self._inner.cause() or self._outer.cause()
+        return next((cause for part in self._parts() if (cause := part.cause()) is not None), None)
 
     def close(self) -> None:
         failure.unlisten(self)
-        self._inner.close()
-        self._outer.close()
+        for part in self._parts():
+            part.close()
         self._reduces.clear()
         self._gathers.clear()
 

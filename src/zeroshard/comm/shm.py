@@ -28,7 +28,7 @@ from zeroshard.native import Moves
 from . import bounce, failure, memfd
 from .control import EPOCH, MAX_LANES, Control, consumed, posted
 from .sums import sum_pieces
-from .transport import Cuts, Region, Transport, Work, fold
+from .transport import Cuts, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
 from .watch import LONG, look_after
 from .whereabouts import Whereabouts
 
@@ -55,7 +55,7 @@ class ShmTransport(Transport):
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
         self._control = Control(store, rank, size, timeout, names)
         self._control.progress = self.progress
-        self._reduces: list[_Reduce] = []
+        self._dealt: list[_Dealt] = []
         self._gathers: list[_Gather] = []
         self._whereabouts = Whereabouts()
         self._epoch = 0
@@ -114,7 +114,7 @@ class ShmTransport(Transport):
         region.state.clear()
 
     def fill(self, region: Region) -> None:
-        for work in [work for work in self._reduces if work.wire is region]:
+        for work in [work for work in self._dealt if work.wire is region]:
             work.wait()
         control, lane = self._control, region.lane
         target = control.own(posted(lane))
@@ -140,13 +140,45 @@ class ShmTransport(Transport):
     ) -> Work:
         """As `reduce`, of a wire with several blocks of pieces one after another, a piece for every rank in
         each: the sum of this rank's piece of block b goes to `outs[b]`."""
-        sums = self._sums_for_me(key, wire, pieces)
-        turn = self._control.own(posted(wire.lane)) + 1
-        work = _Reduce(self, kind, key, wire, turn, list(zip(outs, sums, strict=True)), scale)
-        self._control.publish(posted(wire.lane), turn)
-        self._reduces.append(work)
+        sums = list(zip(outs, self._sums_for_me(key, wire, pieces), strict=True))
         for first in range(0, len(pieces), self.size):
             self._count_reduce(kind, pieces[first : first + self.size], wire.mine.element_size())
+
+        def take() -> None:
+            for out, sources in sums:
+                sum_pieces(out, sources, scale)
+
+        return self._post(kind, key, wire, take)
+
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        parts = [peer[at : at + length] for peer, (at, length) in zip(wire.peers, takes, strict=True)]
+        if not varies:
+            self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
+            return self._post(kind, key, wire, lambda: land(parts))
+        sent = [length_of(part) for part in parts_of(wire.mine, offers)]
+
+        def take() -> None:
+            used = [length_of(part) for part in parts]
+            self._count_deal(kind, sent, used)
+            land([part[:length] for part, length in zip(parts, used, strict=True)])
+
+        return self._post(kind, key, wire, take)
+
+    def _post(self, kind: str, key: str, wire: Region, take: Callable[[], None]) -> _Dealt:
+        """My pieces are ready; `take` is called when everybody's are."""
+        turn = self._control.own(posted(wire.lane)) + 1
+        work = _Dealt(self, kind, key, wire, turn, take)
+        self._control.publish(posted(wire.lane), turn)
+        self._dealt.append(work)
         return work
 
     def _sums_for_me(self, key: str, wire: Region, pieces: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -220,7 +252,7 @@ class ShmTransport(Transport):
 
     def progress(self) -> None:
         """Take pieces that have come while this rank waits, so that a peer can fill its wire again."""
-        for work in list(self._reduces):
+        for work in list(self._dealt):
             work.poll()
 
     def while_waiting(self, progress: Callable[[], object]) -> None:
@@ -283,15 +315,15 @@ class ShmTransport(Transport):
         self._closed.set()
         failure.unlisten(self)
         self._control.leave()
-        self._reduces.clear()
+        self._dealt.clear()
         self._gathers.clear()
         self._bounces.clear()
 
 
-class _Reduce:
-    """Waits for every peer's wire, then adds this rank's pieces."""
+class _Dealt:
+    """Waits for every peer's wire, then takes this rank's pieces."""
 
-    __slots__ = ("_done", "_key", "_kind", "_scale", "_sums", "_transport", "_turn", "wire")
+    __slots__ = ("_done", "_key", "_kind", "_take", "_transport", "_turn", "wire")
 
     def __init__(
         self,
@@ -300,11 +332,10 @@ class _Reduce:
         key: str,
         wire: Region,
         turn: int,
-        sums: list[tuple[torch.Tensor, list[torch.Tensor]]],
-        scale: float,
+        take: Callable[[], None],
     ) -> None:
         self._transport, self._kind, self._key, self.wire, self._turn = transport, kind, key, wire, turn
-        self._sums, self._scale = sums, scale
+        self._take = take
         self._done = False
 
     def poll(self) -> bool:
@@ -314,10 +345,10 @@ class _Reduce:
         if not control.reached(posted(self.wire.lane), self._turn):
             return False
         self._done = True
-        for out, sources in self._sums:
-            sum_pieces(out, sources, self._scale)
+        with torch.no_grad():
+            self._take()
         control.publish(consumed(self.wire.lane), self._turn)
-        self._transport._reduces.remove(self)
+        self._transport._dealt.remove(self)
         return True
 
     def wait(self) -> None:
