@@ -69,12 +69,9 @@ def shard(
       ``"local"``.
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
       `Adaptive(...)`.
-    - `transport`: ``"auto"``, ``"shm"``, ``"gloo"``, ``"nccl"``, or ``"nodes"``: shared memory inside a node
-      and gloo between nodes, which sums of a node cross once (rounding: they are added node by node).
-    - `node_cache`: at stage 3 over several nodes, keep gathered rows of other nodes inside the node until the
-      next update, so that they cross the network once a step. Costs the compute weights divided by the ranks
-      of a node.
-    - `ranks_per_node`: ranks that count as one node, in place of those on one host.
+    - `transport`: ``"auto"``, ``"shm"``, ``"gloo"``, ``"nccl"``, or ``"nodes"``: ``"shm"`` inside nodes and
+      ``"gloo"`` between them; `ranks_per_node`: ranks of a node, if not those on one host.
+    - `node_cache`: at stage 3 parameters cross between nodes once a step, and stay inside the node meanwhile.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
     - `limit`: in place of the above, bytes of one device (``"20GiB"``): the fastest way that fits is chosen,
@@ -99,11 +96,9 @@ def shard(
     if group is None:
         join()
     device = device_of(model)
-    asked = "nodes" if chosen.node_cache else chosen.transport
     per_node = chosen.ranks_per_node or wish.asked.get("ranks_per_node")
+    asked = "nodes" if chosen.node_cache else chosen.transport
     transport = connect(device, asked, group, ranks_per_node=per_node)
-    if isinstance(transport, NodesTransport):
-        chosen = replace(chosen, ranks_per_node=transport.ranks_per_node)
     promise: Promise | None = None
     try:
         agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
@@ -134,7 +129,9 @@ def shard(
 
 
 def _suited(options: Options, transport: Transport, given: dict[str, Any]) -> Options:
-    """Buckets of the transport's size, where none was asked for."""
+    """What depends on the transport, where nothing was asked for: the ranks of a node, the size of buckets."""
+    if isinstance(transport, NodesTransport):
+        return replace(options, ranks_per_node=transport.ranks_per_node)
     if transport.name == "shm" and "bucket_bytes" not in given:
         return replace(options, bucket_bytes=CACHED_BUCKET)
     return options
