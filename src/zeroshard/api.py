@@ -129,7 +129,7 @@ def shard(
 
 
 def _suited(options: Options, transport: Transport, given: dict[str, Any]) -> Options:
-    """What depends on the transport, where nothing was asked for: the ranks of a node, the size of buckets."""
+    """What depends on the transport, where nothing was asked for: ranks of a node, the size of buckets."""
     if isinstance(transport, NodesTransport):
         return replace(options, ranks_per_node=transport.ranks_per_node)
     if transport.name == "shm" and "bucket_bytes" not in given:
