@@ -90,15 +90,12 @@ def shard(
     keywords: dict[str, Any] = dict(options)
     wish = Wish.taken_from(keywords)
     chosen = Options.of(keywords or wish.options)
-    given: Any = [] if optimizer is None else optimizer
-    optimizers: list[Optimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
+    optimizers = _listed(optimizer)
     refuse_misuse(model, optimizers, chosen)
     if group is None:
         join()
     device = device_of(model)
-    per_node = chosen.ranks_per_node or wish.asked.get("ranks_per_node")
-    asked = "nodes" if chosen.node_cache else chosen.transport
-    transport = connect(device, asked, group, ranks_per_node=per_node)
+    transport = _connected(chosen, wish, device, group)
     promise: Promise | None = None
     try:
         agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
@@ -126,6 +123,18 @@ def shard(
         return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
 
     return Run(model, runtime, hooks, Keeper(model, runtime, meet), promise)
+
+
+def _listed(optimizer: Any) -> list[Optimizer]:
+    given = [] if optimizer is None else optimizer
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _connected(options: Options, wish: Wish, device: torch.device, group: ProcessGroup | None) -> Transport:
+    """The transport that was asked for, or that other options need."""
+    per_node = options.ranks_per_node or wish.asked.get("ranks_per_node")
+    asked = "nodes" if options.node_cache else options.transport
+    return connect(device, asked, group, ranks_per_node=per_node)
 
 
 def _suited(options: Options, transport: Transport, given: dict[str, Any]) -> Options:
