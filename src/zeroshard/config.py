@@ -373,3 +373,4 @@ class OptionKeys(TypedDict, total=False):
     clip_norm: float | None
     sync: Sync
     node_cache: bool
+    ranks_per_node: int | None

@@ -37,7 +37,6 @@ class AskKeys(TypedDict, total=False):
     disk_limit: int | str | None
     memory_limit_per_node: int | str | None
     nodes: int | None
-    ranks_per_node: int | None
     batch: Any
     loss: Loss | None
     machine: str | Machine | None
@@ -48,7 +47,7 @@ class PlanKeys(OptionKeys, AskKeys, total=False):
     """All keyword arguments of `plan`."""
 
 
-ASKED = tuple(AskKeys.__annotations__)
+ASKED = (*AskKeys.__annotations__, "ranks_per_node")
 
 
 def plan(
