@@ -80,6 +80,13 @@ class Setup:
         """Whether its leaves are always whole on the device."""
         return not self.streams(bundle) and (not self.options.shards_params or self.world == 1)
 
+    def cached(self, bundle: Bundle) -> int:
+        """Elements of other nodes that this rank keeps for its own."""
+        each = self.options.ranks_per_node
+        if not self.options.node_cache or each is None or all(s.split == "copy" for s in bundle.slots):
+            return 0
+        return sum(bundle.body(r) for r in range(self.rank % each, self.world, each) if r != self.rank)
+
     @property
     def streamed(self) -> bool:
         """Whether any weights rest off the device."""
@@ -290,7 +297,8 @@ def buffers_of(setup: Setup) -> Buffers:
 def _weights(setup: Setup) -> Buffers:
     rank, total = setup.rank, Buffers()
     for bundle in setup.bundles:
-        size = WIDTHS[bundle.compute] * (bundle.full if setup.keeps(bundle) else bundle.body(rank))
+        numel = bundle.full if setup.keeps(bundle) else bundle.body(rank) + setup.cached(bundle)
+        size = WIDTHS[bundle.compute] * numel
         total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
         if setup.own_master(bundle):
             total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
