@@ -47,7 +47,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("host",),
     ("place", "wiring"),
     ("runtime",),
-    ("build", "hooks", "checkpoint", "planning", "measure"),
+    ("build", "hooks", "checkpoint", "planning", "measure", "net"),
     ("launch",),
     ("snapshot", "resume", "keeper", "kept", "resting", "promise", "admission"),
     ("api",),
