@@ -12,18 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from .codec import Compression, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
-from .routes import codec_for
+from .routes import bucket_limit, codec_for
 from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
 from .wires import Sort, gradients_of
-
-if TYPE_CHECKING:
-    from .codec import Codec
 
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
@@ -185,14 +182,14 @@ class Setup:
         for bundle in self.bundles:
             if self.state_rest(bundle) == "device":
                 continue
-            groups: dict[tuple[int, Codec | None], list[Weight]] = {}
+            groups: dict[tuple[int, Compression | None], list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
                     groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
-            for (number, _), members in groups.items():
+            for (number, codec), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
-                for names in buckets(sizes, offload.stage_bytes):
+                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes)):
                     numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
                     native = self._native(self.rules[number], bundle.master)
                     splits = native and offload.master == "split" and bundle.compute == "bfloat16"
@@ -237,21 +234,30 @@ class Setup:
             ]
             groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
-                for names in buckets(sizes, self.options.bucket_bytes)
+                for names in buckets(sizes, bucket_limit(sort[2], self.options.bucket_bytes))
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0
         for (wire, landed, codec), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat, codec)
+                Bucket(
+                    ws,
+                    tuple(self._grad_slot(w) for w in ws),
+                    wire,
+                    landed,
+                    self.align,
+                    part,
+                    flat and not isinstance(codec, Rows),
+                    codec,
+                )
                 for ws, part in members
             ]
         return result
 
-    def codec(self, weight: Weight) -> Codec | None:
+    def codec(self, weight: Weight) -> Compression | None:
         """What its gradient travels through."""
-        return codec_for(self.options.compress, weight.name) if self.world > 1 else None
+        return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
 
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""
@@ -407,9 +413,8 @@ def gathered(setup: Setup) -> int:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
-            ranks = range(setup.world)
-            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
-            scratches.add(max(bundle.body(rank) for rank in ranks))
+            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in range(setup.world)), "uint8"] += 1
+            scratches.add(max(bundle.body(rank) for rank in range(setup.world)))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
 
     def count(held: Iterable[Counter[tuple[int, str]]]) -> None:
@@ -442,5 +447,4 @@ def gathered(setup: Setup) -> int:
         take(coming)
         arriving.pop(order[place], None)
         above = order[place]
-    lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
-    return lasting + sum(numel * WIDTHS["float32"] for numel in scratches)
+    return sum(n * numel * WIDTHS[dtype] for (numel, dtype), n in most.items()) + 4 * sum(scratches)

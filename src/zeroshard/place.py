@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .bucket import Sink
-from .codec import Codec
+from .codec import Compression
 from .comm import Transport
 from .config import Offload, Options
 from .errors import OptionError, TierError
@@ -27,7 +27,7 @@ from .param import Bundle
 from .part import OnDisk, PagedMaster, Part
 from .placement import Rest
 from .pool import Ledger
-from .routes import codec_for
+from .routes import bucket_limit, codec_for
 from .shard import Faces, Master, Param, SplitMaster
 from .tier import Copies, Page, Paging, Ring, Scratch
 from .units import Tenant
@@ -94,18 +94,18 @@ class Host:
         """Decide which parameters of a bundle share a part. Before anything is made, so that all sizes are
         known when the first is."""
         planned = self._plots_of.setdefault(key, [])
-        groups: dict[tuple[int, Codec | None], list[Tenant]] = {}
+        groups: dict[tuple[int, Compression | None], list[Tenant]] = {}
         for tenant in tenants:
             if tenant.parameter.requires_grad and id(tenant.parameter) in self.owner:
-                codec = codec_for(self.options.compress, tenant.name)
+                codec = codec_for(self.options.compress, tenant.name, tenant.parameter.shape)
                 groups.setdefault((id(self.owner[id(tenant.parameter)][1]), codec), []).append(tenant)
-        for members in groups.values():
+        for (_, codec), members in groups.items():
             optimizer, group = self.owner[id(members[0].parameter)]
             form = self._form(optimizer, group, dtypes)
             if form is None and rest == "disk":
                 raise OptionError(self._slow(members[0].name, optimizer, dtypes[1]))
             sizes = [(t.name, t.parameter.numel() * dtypes[0].itemsize) for t in members]
-            for names in buckets(sizes, self.offload.stage_bytes):
+            for names in buckets(sizes, bucket_limit(codec, self.offload.stage_bytes)):
                 spans, at = [], 0
                 for name in names:
                     held = slots[name].held(self.rank)
