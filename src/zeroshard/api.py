@@ -69,6 +69,8 @@ def shard(
       ``"local"``.
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
       `Adaptive(...)`.
+    - `compress`: a codec through which gradients travel (`Int8()`), or a mapping from name patterns to
+      codecs or None; the first that matches counts. `gather`: one through which parameters travel.
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"``, ``"nccl"``, or ``"nodes"``: ``"shm"`` inside nodes and
       ``"gloo"`` between them; `ranks_per_node`: ranks of a node, if not those on one host.
     - `node_cache`: at stage 3 parameters cross between nodes once a step, and stay inside the node meanwhile.
@@ -102,8 +104,7 @@ def shard(
         promise = wish.promise(model, optimizers, chosen, transport)
         chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
         _equalise(model, transport)
-        distributed = transport.size > 1 and chosen.stage > 0
-        mesh = mesh_over(group, device) if distributed else None
+        mesh = mesh_over(group, device) if transport.size > 1 and chosen.stage > 0 else None
         placement = resting(model, optimizers, chosen, transport)
         faces = Faces(transport.rank, mesh)
         builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
@@ -345,6 +346,8 @@ class Run(Kept):
             runtime.update_counts(),
             sync=runtime.pace.label,
             switches=runtime.pace.report(),
+            uncompressed={kind: n + counters.spared.get(kind, 0) for kind, n in counters.sent.items()},
+            error=runtime.gradients.errors(),
             between=counters.between,
         )
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
+from .codec import Codec
 from .errors import OptionError
 from .policy import EveryStep, Sync, check_sync, local_steps
 from .policy import Numerics as Numerics
+from .routes import Routes, check_compress, check_gather, routes_of
 
 Stage = Literal[0, 1, 2, 3]
 TransportName = Literal["auto", "shm", "gloo", "nodes", "nccl"]
@@ -269,6 +271,8 @@ class Options:
     sync: Sync = _EVERY_STEP
     node_cache: bool = False
     ranks_per_node: int | None = None
+    compress: Routes = ()
+    gather: Codec | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -300,6 +304,9 @@ class Options:
                 "sync=Local(...) and offload= do not go together: local steps change whole parameters on the "
                 "device. Drop one of them; sync=Delayed() works with offload."
             )
+        put(self, "compress", routes_of(self.compress))
+        check_compress(self.compress, self.sync)
+        check_gather(self.gather, self.stage, self.offload is not None)
         for name, known in (
             ("split", ("auto", "rows", "whole")),
             ("buffers", ("broadcast", "local")),
@@ -374,3 +381,5 @@ class OptionKeys(TypedDict, total=False):
     sync: Sync
     node_cache: bool
     ranks_per_node: int | None
+    compress: Codec | Mapping[str, Codec | None] | None
+    gather: Codec | None

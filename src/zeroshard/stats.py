@@ -13,6 +13,8 @@ class Stats:
     - `sent`, `received`: bytes by kind (``reduce``: gradients, ``gather``: parameters of stage 3,
       ``publish``: updated parameters of stages 1 and 2, ``collect``, ``broadcast``).
     - `between`: of `sent`, what went to ranks of other nodes, by kind; the rest stayed inside the node.
+    - `uncompressed`: what `sent` would be without codecs; `error`: by codec, the norm of what it lost of a
+      step's gradient over the gradient's norm, measured in every 16th step.
     - `waited`: seconds this rank waited for others, by kind.
     - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
       ``buckets``; with offload ``host``, ``staging``, ``disk``).
@@ -40,6 +42,8 @@ class Stats:
     switches: tuple[str, ...] = ()
     planned: dict[str, int] = field(default_factory=dict)
     between: dict[str, int] = field(default_factory=dict)
+    uncompressed: dict[str, int] = field(default_factory=dict)
+    error: dict[str, float] = field(default_factory=dict)
 
     @property
     def inside(self) -> dict[str, int]:
@@ -66,6 +70,8 @@ class Stats:
             self.switches[len(before.switches) :],
             self.planned,
             less(self.between, before.between),
+            less(self.uncompressed, before.uncompressed),
+            self.error,
         )
 
     def as_dict(self) -> dict[str, Any]:
