@@ -25,6 +25,7 @@ from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
+from .routes import check_patterns
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
@@ -164,7 +165,17 @@ class Builder:
     ) -> Bundle:
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
         transport = self.transport
-        bundle = Bundle(key, pack, dtypes, rests, transport, self.runtime.pool, self.ledger, self.copies)
+        bundle = Bundle(
+            key,
+            pack,
+            dtypes,
+            rests,
+            transport,
+            self.runtime.pool,
+            self.ledger,
+            self.copies,
+            self.options.gather,
+        )
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
         if self.host is not None and rests.state != "device":
@@ -259,6 +270,7 @@ class Builder:
             kind = DelayedLocalGradients if self._delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         align = self.host.align if self.host is not None else ALIGN
+        check_patterns(self.options.compress, [p.name for p in trainable])
         wiring = Wiring(self.options, self.transport, self.device, self.ledger, self._delays, align)
         made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
         for bucket in made:
