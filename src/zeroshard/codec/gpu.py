@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from zeroshard.native.codes import Blocks
 
 _log = logging.getLogger("zeroshard")
 
-# Values that a program takes. Longer blocks than this are for torch.
-_TILE = 4096
+# Values that a program takes, as in gpu_kernels. Longer blocks than this are for torch.
+TILE = 4096
 _WARPS = 4
 
 
@@ -26,16 +26,11 @@ def encode(form: Blocks, values: Tensor, residual: Tensor | None, scales: Tensor
     kernels = _kernels_for(values, form)
     if kernels is None:
         return False
-    salt = form.salt or 0
-    for launch in _launches(form, values.numel()):
-        launch.start(
-            kernels.encode_blocks,
-            (values, values if residual is None else residual, scales, packed.view(torch.int8)),
-            (values.numel(), salt - (1 << 32) if salt >> 31 else salt),
-            LEVELS=(1 << form.bits - 1) - 1,
-            FEEDBACK=residual is not None,
-            STOCHASTIC=form.salt is not None,
-        )
+    salt = form.salt
+    if salt is not None and salt >> 31:
+        salt -= 1 << 32  # the same bits as a signed number, which is what Triton takes it for
+    given = (values, residual, scales, packed.view(torch.int8), values.numel(), salt)
+    _start(kernels.encode_blocks, given, *_programs(form, values.numel()), **_shape(form))
     return True
 
 
@@ -44,8 +39,8 @@ def decode(form: Blocks, scales: Tensor, packed: Tensor, out: Tensor, add: bool)
     kernels = _kernels_for(out, form)
     if kernels is None:
         return False
-    for launch in _launches(form, out.numel()):
-        launch.start(kernels.decode_blocks, (scales, packed.view(torch.int8), out), (out.numel(),), ADD=add)
+    given = (scales, packed.view(torch.int8), out, out.numel())
+    _start(kernels.decode_blocks, given, *_programs(form, out.numel()), ADD=add, **_shape(form))
     return True
 
 
@@ -54,49 +49,37 @@ def add_halves(halves: Tensor, out: Tensor) -> bool:
     kernels = _kernels_for(out)
     if kernels is None:
         return False
-    whole, short = divmod(out.numel(), _TILE)
-    for launch in (_Launch(whole, 0, False, {}), _Launch(int(short > 0), whole, True, {})):
-        launch.start(kernels.add_halves, (halves, out), (out.numel(),), PAD=_TILE)
+    whole, rest = divmod(out.numel(), TILE)
+    _start(kernels.add_halves, (halves, out, out.numel()), whole, int(rest > 0))
     return True
 
 
-class _Launch(NamedTuple):
-    """Programs side by side."""
-
-    programs: int
-    first: int  # row that they begin with
-    masked: bool
-    shape: dict[str, int]
-
-    def start(self, kernel: Any, tensors: Sequence[Tensor], numbers: Sequence[int], **options: Any) -> None:
-        if not self.programs:
-            return
-        with torch.cuda.device_of(tensors[0]):
-            kernel[(self.programs,)](
-                *tensors,
-                self.first,
-                *numbers,
-                **self.shape,
-                **options,
-                MASKED=self.masked,
-                num_warps=_WARPS,
-                enable_fp_fusion=False,
-            )
-
-
-def _launches(form: Blocks, numel: int) -> tuple[_Launch, _Launch]:
+def _start(kernel: Any, given: Sequence[Any], whole: int, rest: int, **options: Any) -> None:
     """Programs without masks over whole tiles, then masked ones over the rest."""
+    with torch.cuda.device_of(given[0]):
+        for programs, masked in ((whole, False), (rest, True)):
+            if programs:
+                kernel[(programs,)](
+                    *given, **options, MASKED=masked, num_warps=_WARPS, enable_fp_fusion=False
+                )
+
+
+def _shape(form: Blocks) -> dict[str, int]:
+    """The constants that a kernel is compiled for."""
     side = form.block * form.bits // 8
-    pad = 1 << (side - 1).bit_length()
-    rows = max(1, _TILE * form.bits // 8 // pad)
-    shape = {"BLOCK": form.block, "SIDE": side, "PAD": pad, "ROWS": rows}
-    whole = numel // (rows * form.block) if pad == side else 0
-    rest = -(-(numel - whole * rows * form.block) // (rows * form.block))
-    return _Launch(whole, 0, False, shape), _Launch(rest, whole * rows, True, shape)
+    return {"BLOCK": form.block, "BITS": form.bits, "PAD": 1 << (side - 1).bit_length()}
+
+
+def _programs(form: Blocks, numel: int) -> tuple[int, int]:
+    """How many programs without masks, and with."""
+    side, pad = form.block * form.bits // 8, _shape(form)["PAD"]
+    tile = TILE * side // (pad * form.block) * form.block
+    whole = numel // tile if pad == side else 0
+    return whole, -(-(numel - whole * tile) // tile)
 
 
 def _kernels_for(tensor: Tensor, form: Blocks | None = None) -> ModuleType | None:
-    if form is not None and (form.bits not in (4, 8) or form.block > _TILE):
+    if form is not None and (form.bits not in (4, 8) or form.block > TILE):
         return None
     return _kernels(tensor.device) if tensor.numel() else None
 
@@ -120,6 +103,6 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 def _try(kernels: Any, device: torch.device) -> None:
     halves, out = torch.ones(4, dtype=torch.bfloat16, device=device), torch.ones(4, device=device)
-    _Launch(1, 0, True, {}).start(kernels.add_halves, (halves, out), (4,), PAD=_TILE)
+    _start(kernels.add_halves, (halves, out, 4), 0, 1)
     if out.tolist() != [2.0] * 4:
         raise RuntimeError("it computes wrong sums here")
