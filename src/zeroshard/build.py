@@ -26,7 +26,7 @@ from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
-from .routes import routes_of
+from .routes import check_patterns, routes_of
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
@@ -166,7 +166,17 @@ class Builder:
     ) -> Bundle:
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
         transport = self.transport
-        bundle = Bundle(key, pack, dtypes, rests, transport, self.runtime.pool, self.ledger, self.copies)
+        bundle = Bundle(
+            key,
+            pack,
+            dtypes,
+            rests,
+            transport,
+            self.runtime.pool,
+            self.ledger,
+            self.copies,
+            self.options.gather,
+        )
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
         if self.host is not None and rests.state != "device":
@@ -262,6 +272,7 @@ class Builder:
             kind = DelayedLocalGradients if delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         align = self.host.align if self.host is not None else ALIGN
+        check_patterns(options.compress, [p.name for p in trainable])
         wiring = Wiring(options, self.transport, self.device, self.ledger, delays, align)
         made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
         for bucket in made:

@@ -8,13 +8,14 @@ padding nor buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .config import Options
+from .coding import in_words
+from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
 from .routes import codec_for
@@ -82,10 +83,30 @@ class Setup:
 
     def cached(self, bundle: Bundle) -> int:
         """Elements of other nodes that this rank keeps for its own."""
+        return 0 if self.codes(bundle) else sum(bundle.body(rank) for rank in self._namesakes(bundle))
+
+    def _namesakes(self, bundle: Bundle) -> list[int]:
+        """Ranks of other nodes whose rows this rank keeps for its own node."""
         each = self.options.ranks_per_node
         if not self.options.node_cache or each is None or all(s.split == "copy" for s in bundle.slots):
+            return []
+        return [rank for rank in range(self.rank % each, self.world, each) if rank != self.rank]
+
+    def codes_held(self, bundle: Bundle) -> int:
+        """Bytes of this rank's code, and of those that it keeps for its node."""
+        if not self.codes(bundle):
             return 0
-        return sum(bundle.body(r) for r in range(self.rank % each, self.world, each) if r != self.rank)
+        return sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
+
+    def codes(self, bundle: Bundle) -> bool:
+        """Whether its rows travel through a codec."""
+        moves = self.world > 1 and any(slot.split != "copy" for slot in bundle.slots)
+        return moves and self.options.gather is not None and bundle.compute in DTYPE_BYTES
+
+    def code_bytes(self, bundle: Bundle, rank: int) -> int:
+        """Of one rank's rows."""
+        assert self.options.gather is not None
+        return in_words(self.options.gather.wire_bytes(bundle.body(rank)))
 
     @property
     def streamed(self) -> bool:
@@ -119,7 +140,8 @@ class Setup:
 
     def own_master(self, bundle: Bundle) -> bool:
         """Whether there is a master on the device beside the compute weights."""
-        differs = bundle.master != bundle.compute or self.streams(bundle)
+        decoded = self.codes(bundle) and self.keeps(bundle)
+        differs = bundle.master != bundle.compute or self.streams(bundle) or decoded
         return differs and self.state_rest(bundle) == "device"
 
     @property
@@ -264,26 +286,6 @@ def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int =
     return numel * (2 * width + state - sum(shared) + sum(shared) / world)
 
 
-def heaviest(setup: Setup) -> Setup:
-    """The same, seen from the rank that owns most. Rows make that the first; whole tensors, the one that
-    was dealt most."""
-    load = Counter[int]()
-    for slot in setup.slots.values():
-        if slot.split == "whole":
-            load[slot.owner] += slot.numel
-    return replace(setup, rank=max(load, key=lambda rank: (load[rank], -rank))) if load else setup
-
-
-def imbalance(setup: Setup) -> float:
-    """How much more than the mean the fullest rank owns: 0.01 is 1 %. Nothing where nothing is divided."""
-    divided = [slot for slot in setup.slots.values() if slot.split != "copy"]
-    total = sum(slot.numel for slot in divided)
-    if not total:
-        return 0.0
-    rank = heaviest(setup).rank
-    return sum(slot.held(rank) for slot in divided) * setup.world / total - 1.0
-
-
 def buffers_of(setup: Setup) -> Buffers:
     """Every lasting buffer of a rank once its run has taken a step or two."""
     return (
@@ -300,6 +302,7 @@ def _weights(setup: Setup) -> Buffers:
         numel = bundle.full if setup.keeps(bundle) else bundle.body(rank) + setup.cached(bundle)
         size = WIDTHS[bundle.compute] * numel
         total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
+        total += Buffers(parameters=setup.codes_held(bundle))
         if setup.own_master(bundle):
             total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
     return total
@@ -398,22 +401,33 @@ def gathered(setup: Setup) -> int:
     """
     order, lent = [unit.name for unit in setup.units], dict[str, None]()
     sizes = {name: Counter[tuple[int, str]]() for name in order}
-    most = Counter[tuple[int, str]]()
+    stages = {name: Counter[tuple[int, str]]() for name in order}
+    most, scratches, arriving = Counter[tuple[int, str]](), set[int](), dict[str, None]()
     for bundle in setup.bundles:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
+        if setup.codes(bundle):
+            ranks = range(setup.world)
+            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
+            scratches.add(max(bundle.body(rank) for rank in ranks))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
+
+    def count(held: Iterable[Counter[tuple[int, str]]]) -> None:
+        for key, number in sum(held, Counter[tuple[int, str]]()).items():
+            most[key] = max(most[key], number)
 
     def take(names: Sequence[str]) -> None:
         for name in names:
             if name not in lent:
-                lent[name] = None
-                now = sum((sizes[held] for held in lent), Counter[tuple[int, str]]())
-                for key, count in now.items():
-                    most[key] = max(most[key], count)
+                lent[name] = arriving[name] = None
+                count([sizes[held] for held in lent])
+                count([stages[held] for held in arriving])
 
+    if setup.overlaps and setup.resident:
+        count(stages.values())  # all are published at once
     for place, name in enumerate(order):
         take(order[place : place + 1 + ahead])
+        arriving.pop(name, None)
         if name != order[0] and place < len(order) - 1:
             del lent[name]
     above: str | None = None
@@ -426,5 +440,7 @@ def gathered(setup: Setup) -> int:
         if above is not None and above != order[0]:
             lent.pop(above, None)
         take(coming)
+        arriving.pop(order[place], None)
         above = order[place]
-    return sum(count * numel * WIDTHS[dtype] for (numel, dtype), count in most.items())
+    lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
+    return lasting + sum(numel * WIDTHS["float32"] for numel in scratches)

@@ -86,7 +86,7 @@ def check_gather(codec: object, stage: int, offloads: bool) -> None:
     if codec.state_names or not codec.active(0):
         raise OptionError(
             f"gather={codec!r}: parameters are encoded afresh every step, so a codec for them keeps no state "
-            "and needs no warm-up. Pass zs.Int8(), zs.Int4() or zs.Cast(...) without feedback."
+            "and needs no warm-up. Pass zs.Int8(), zs.Int4(feedback=False) or zs.Cast(...)."
         )
     if stage == 0:
         raise OptionError(
