@@ -7,6 +7,7 @@ ever holds a whole model that it does not keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,7 +26,7 @@ from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
-from .routes import check_patterns
+from .routes import check_patterns, routes_of
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
@@ -213,19 +214,24 @@ class Builder:
 
     def _pace(self, params: list[Param]) -> Pace:
         """The policy at work. A choice of policies shares what it can: one set of buckets for all that
-        reduce every step."""
+        reduce every step through the same codecs."""
         sync = self.options.sync
         choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
         paces: dict[EveryStep | Delayed | Local, Pace] = {}
-        reducing = [choice for choice in choices if not isinstance(choice, Local)]
-        if reducing:
-            gradients = self._gradients(params)
-            delays = isinstance(gradients, (DelayedGradients, DelayedLocalGradients))
-            pace = DelayedPace(gradients, self.transport.rank) if delays else Pace(gradients)  # type: ignore[arg-type]
-            paces |= dict.fromkeys(reducing, pace)
+        sets: dict[object, list[EveryStep | Delayed | Local]] = {}
         for choice in choices:
             if isinstance(choice, Local):
                 paces[choice] = self._local_pace(choice, params)
+            else:
+                own = choice.compress if isinstance(choice, EveryStep) and self.transport.size > 1 else None
+                sets.setdefault(own, []).append(choice)
+        for codecs, members in sets.items():
+            options = self.options if codecs is None else replace(self.options, compress=routes_of(codecs))
+            gradients = self._gradients(params, options, any(isinstance(m, Delayed) for m in members))
+            if isinstance(gradients, (DelayedGradients, DelayedLocalGradients)):
+                paces |= dict.fromkeys(members, DelayedPace(gradients, self.transport.rank))
+            else:
+                paces |= dict.fromkeys(members, Pace(gradients))
         if isinstance(sync, Adaptive):
             return AdaptivePace(sync, paces, self.transport, self.runtime.updates)
         return paces[sync]
@@ -237,21 +243,17 @@ class Builder:
         pace.divide(trained, self.options.bucket_bytes, self.ledger)
         return pace
 
-    @property
-    def _delays(self) -> bool:
-        sync = self.options.sync
-        return any(isinstance(c, Delayed) for c in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
-
     # ------------------------------------------------------------------ gradients
 
-    def _gradients(self, params: list[Param]) -> Gradients | LocalGradients:
+    def _gradients(self, params: list[Param], options: Options, delays: bool) -> Gradients | LocalGradients:
+        """A set of buckets, and what counts the arrivals for them."""
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
-        dtypes = {p.name: sort_of(p, self.options).dtypes for p in trainable}
+        dtypes = {p.name: sort_of(p, options).dtypes for p in trainable}
         by_name = {p.name: p for p in params}
         sinks: dict[str, Sink] = {}
         if self.host is not None:
-            counted = self.transport.rank == 0 or self.options.stage == 0
+            counted = self.transport.rank == 0 or options.stage == 0
             sinks = self.host.sinks(
                 by_name, {name: landed for name, (_, landed) in dtypes.items()}, self.faces, counted
             )
@@ -267,18 +269,18 @@ class Builder:
                 )
                 for plot in plots
             ]
-            kind = DelayedLocalGradients if self._delays else LocalGradients
+            kind = DelayedLocalGradients if delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         align = self.host.align if self.host is not None else ALIGN
-        check_patterns(self.options.compress, [p.name for p in trainable])
-        wiring = Wiring(self.options, self.transport, self.device, self.ledger, self._delays, align)
+        check_patterns(options.compress, [p.name for p in trainable])
+        wiring = Wiring(options, self.transport, self.device, self.ledger, delays, align)
         made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
         for bucket in made:
             bucket.sink = sinks.get(bucket.params[0].name)
         gradients = (
             DelayedGradients(made, self.transport, self.faces, self.ledger)
-            if self._delays
-            else Gradients(made, self.transport, self.faces, self.options.stage, self.ledger)
+            if delays
+            else Gradients(made, self.transport, self.faces, options.stage, self.ledger)
         )
         gradients.desk = wiring.desk
         return gradients

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from .codec import Codec, Compression
 from .errors import OptionError
-from .policy import EveryStep, Sync, check_sync, local_steps
+from .policy import EveryStep, Sync, check_sync, codec_choices, local_steps
 from .policy import Numerics as Numerics
 from .routes import Routes, check_compress, check_gather, routes_of
 
@@ -307,6 +307,11 @@ class Options:
         put(self, "compress", routes_of(self.compress))
         check_compress(self.compress, self.sync)
         check_gather(self.gather, self.stage, self.offload is not None)
+        if self.offload is not None and codec_choices(self.sync):
+            raise OptionError(
+                "Adaptive chooses among codecs only without offload=, whose gradients have one way to the "
+                "host: pass shard(..., compress=...) for one codec throughout."
+            )
         for name, known in (
             ("split", ("auto", "rows", "whole")),
             ("buffers", ("broadcast", "local")),

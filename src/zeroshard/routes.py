@@ -8,7 +8,7 @@ from typing import Any
 
 from .codec import Codec, Compression, LowRank, Rows
 from .errors import OptionError
-from .policy import Adaptive, Delayed, Local, Sync
+from .policy import Adaptive, Delayed, EveryStep, Local, Sync
 
 #: Patterns of parameter names and the codec of each, None: as they are. The first that matches counts.
 Routes = tuple[tuple[str, Compression | None], ...]
@@ -75,6 +75,9 @@ def check_patterns(routes: Routes, names: Iterable[str]) -> None:
 def check_compress(routes: Routes, sync: Sync) -> None:
     """Whether any gradients travel that a codec could make smaller."""
     choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
+    for choice in choices:
+        if isinstance(choice, EveryStep):
+            routes_of(choice.compress)
     if routes and all(isinstance(choice, Local) for choice in choices):
         raise OptionError(
             "compress= encodes gradients, and with sync=Local(...) none travel: ranks meet by their "

@@ -124,13 +124,11 @@ class Wiring:
         narrow = [each.pack.pieces[rank] for each in users if each.sort.landed.itemsize < 4]
         wires = [each.wire.mine for each in coded if each.wire is not None]
         away = [wire.numel() for wire in wires if wire.device != self.device]
-        sizes = (
-            max((each.pack.wire for each in coded), default=0),
-            max(narrow, default=0),
-            max(away, default=0),
-        )
-        if any(each.sort.codec is not None for each in made):
-            self.desk = Desk(self.device, *sizes, self.ledger)
+        longest = max((each.pack.wire for each in coded), default=0)
+        codecs = {each.sort.codec for each in made if each.sort.codec is not None}
+        if codecs:
+            sizes = longest, max(narrow, default=0), max(away, default=0)
+            self.desk = Desk(self.device, codecs, sizes, self.ledger)
 
     def _bucket(self, index: int, made: _Made) -> Bucket:
         sort, codec, transport, wire = made.sort, made.sort.codec, self.transport, made.wire

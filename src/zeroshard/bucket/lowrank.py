@@ -155,8 +155,10 @@ class LowRankBucket(Bucket):
     def private(self) -> list[Private]:
         found = []
         for param, state in zip(self.params, self.states, strict=True):
-            found.append(Private(param.name, "codec residual", ((0, state["residual"]),), "mean"))
-            found.append(Private(param.name, "codec basis", ((0, state["basis"]),), "same"))
+            found.append(
+                Private(param.name, f"residual of {self.codec!r}", ((0, state["residual"]),), "mean")
+            )
+            found.append(Private(param.name, f"basis of {self.codec!r}", ((0, state["basis"]),), "same"))
         return found
 
     # ------------------------------------------------------------------ where it lands
