@@ -157,6 +157,20 @@ CASES = [
     ("gpt", "AdamW", {"stage": 3, "transport": "gloo", "prefetch": 2, "recompute": True}),
     ("gpt", "Adafactor", {"stage": 2}),
     ("gpt", "AdamW", {"stage": 2, "split": "whole"}),
+    *[("gpt", "AdamW", {"stage": stage, "compress": zs.Int8(feedback=True)}) for stage in (0, 1, 3)],
+    *[
+        (
+            "mixed",
+            "AdamW",
+            {
+                "stage": stage,
+                "precision": "bf16",
+                "bucket_bytes": 3000,
+                "compress": {"*.norm*": None, "*": zs.OneBit(warmup_steps=2)},
+            },
+        )
+        for stage in (0, 2)
+    ],
 ]
 
 

@@ -7,32 +7,31 @@ ever holds a whole model that it does not keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .comm import Region, Transport
-from .config import Options, Precision
+from .bucket import Sink
+from .comm import Transport
+from .config import Options
 from .errors import ModelError, OptionError
-from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
-from .layout import ALIGN, FlatPack, Pack, Slot, Split, buckets, slots_for
+from .grad import Gradients, LocalBucket, LocalGradients
+from .layout import ALIGN, Pack, Slot, Split, slots_for
 from .live import LiveUnit, leaf_of
 from .param import Bundle, Rests
 from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
-from .pool import Kind, Ledger, Pool
+from .pool import Ledger, Pool
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
 from .sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
 from .tier import Copies
 from .units import Tenant, Unit, find_units
-
-RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+from .wiring import Wiring, sort_of
 
 Init = Callable[[nn.Module], None]
 
@@ -222,7 +221,7 @@ class Builder:
 
     def _local_pace(self, policy: Local, params: list[Param]) -> LocalPace:
         trained = [p for p in params if p.trainable]
-        gradients = LocalGradients(trained, [self._grad_dtypes(p)[1] for p in trained])
+        gradients = LocalGradients(trained, [sort_of(p, self.options).landed for p in trained])
         pace = LocalPace(policy, gradients, self.transport, self.runtime.updates)
         pace.divide(trained, self.options.bucket_bytes, self.ledger)
         return pace
@@ -237,7 +236,7 @@ class Builder:
     def _gradients(self, params: list[Param]) -> Gradients | LocalGradients:
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
-        dtypes = {p.name: self._grad_dtypes(p) for p in trainable}
+        dtypes = {p.name: sort_of(p, self.options).dtypes for p in trainable}
         by_name = {p.name: p for p in params}
         sinks: dict[str, Sink] = {}
         if self.host is not None:
@@ -259,66 +258,18 @@ class Builder:
             ]
             kind = DelayedLocalGradients if self._delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
-        on_host = {name for plot in plots for name in plot.names}
-        groups: dict[tuple[torch.dtype, torch.dtype], list[list[Param]]] = {}
-        for plot in plots:
-            groups.setdefault(dtypes[plot.names[0]], []).append([by_name[n] for n in plot.names])
-        for pair in dict.fromkeys(dtypes.values()):
-            sizes = [
-                (p.name, p.leaf.numel() * pair[0].itemsize)
-                for p in trainable
-                if dtypes[p.name] == pair and p.name not in on_host
-            ]
-            for names in buckets(sizes, self.options.bucket_bytes):
-                groups.setdefault(pair, []).append([by_name[n] for n in names])
-        result: list[Bucket] = []
-        for pair, members in groups.items():
-            members.sort(key=lambda ps: -max(order[id(p.home)] for p in ps))
-            result += self._buckets(pair, members, len(result))
-        for bucket in result:
-            bucket.sink = sinks.get(bucket.params[0].name)
-        if self._delays:
-            return DelayedGradients(result, self.transport, self.faces, self.ledger)
-        return Gradients(result, self.transport, self.faces, self.options.stage, self.ledger)
-
-    def _grad_dtypes(self, param: Param) -> tuple[torch.dtype, torch.dtype]:
-        """Wire and gradient dtype. A parameter that computes in master precision reduces in it too."""
-        precision: Precision | None = self.options.precision
-        if precision is None or param.leaf.dtype == getattr(torch, precision.master):
-            return param.leaf.dtype, param.leaf.dtype
-        return getattr(torch, precision.wire), getattr(torch, precision.landed)
-
-    def _buckets(
-        self, dtypes: tuple[torch.dtype, torch.dtype], members: list[list[Param]], first: int
-    ) -> list[Bucket]:
         align = self.host.align if self.host is not None else ALIGN
-        kind = FlatPack if self.options.stage == 0 else Pack
-        packs = [
-            kind(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True, align=align)
-            for ps in members
-        ]
-        wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes)
-        return [
-            Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
-            for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))
-        ]
-
-    def _grad_slot(self, slot: Slot) -> Slot:
-        """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
-        return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot
-
-    def _wires(self, key: str, packs: list[Pack], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Region]:
-        """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
-        few from stage 2 on."""
-        keeps, dtype = not self.options.shards_grads or self._delays, dtypes[0]
-        count = len(packs) if keeps else min(RING, len(packs))
-        sizes = [pack.wire for pack in packs] if keeps else [max(pack.wire for pack in packs)] * count
-        ring = [self.transport.allocate(f"{key} {i}", size, dtype) for i, size in enumerate(sizes)]
-        shown = self.options.stage == 0 and dtypes[0] == dtypes[1] and ring[0].mine.device == self.device
-        kind: Kind = "gradients" if self.options.stage == 1 or shown else "buckets"
-        for size in sizes:
-            self.ledger.book(kind, size * dtype.itemsize)
-        return [ring[i % count] for i in range(len(packs))]
+        wiring = Wiring(self.options, self.transport, self.device, self.ledger, self._delays, align)
+        made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
+        for bucket in made:
+            bucket.sink = sinks.get(bucket.params[0].name)
+        gradients = (
+            DelayedGradients(made, self.transport, self.faces, self.ledger)
+            if self._delays
+            else Gradients(made, self.transport, self.faces, self.options.stage, self.ledger)
+        )
+        gradients.desk = wiring.desk
+        return gradients
 
 
 def _check_offload(options: Options, transport: Transport) -> None:

@@ -12,13 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from .config import Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
+from .routes import codec_for
 from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
+from .wires import Sort, gradients_of
 
-RING = 3  # wires in flight from stage 2 on, as in `build`
+if TYPE_CHECKING:
+    from .codec import Codec
+
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
 
@@ -74,6 +79,13 @@ class Setup:
     def keeps(self, bundle: Bundle) -> bool:
         """Whether its leaves are always whole on the device."""
         return not self.streams(bundle) and (not self.options.shards_params or self.world == 1)
+
+    def cached(self, bundle: Bundle) -> int:
+        """Elements of other nodes that this rank keeps for its own."""
+        each = self.options.ranks_per_node
+        if not self.options.node_cache or each is None or all(s.split == "copy" for s in bundle.slots):
+            return 0
+        return sum(bundle.body(r) for r in range(self.rank % each, self.world, each) if r != self.rank)
 
     @property
     def streamed(self) -> bool:
@@ -151,11 +163,11 @@ class Setup:
         for bundle in self.bundles:
             if self.state_rest(bundle) == "device":
                 continue
-            groups: dict[int, list[Weight]] = {}
+            groups: dict[tuple[int, Codec | None], list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
-                    groups.setdefault(weight.rule, []).append(weight)
-            for number, members in groups.items():
+                    groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
+            for (number, _), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
                 for names in buckets(sizes, offload.stage_bytes):
@@ -190,30 +202,38 @@ class Setup:
         parts = [(part.weights, part) for part in self.parts]
         taken = {w.name for weights, _ in parts for w in weights}
         trainable = sorted((w for u in self.units for w in u.weights if w.trainable), key=lambda w: -w.number)
-        groups: dict[tuple[str, str], list[tuple[tuple[Weight, ...], Part | None]]] = {}
+        groups: dict[Sort, list[tuple[tuple[Weight, ...], Part | None]]] = {}
         for weights, part in parts:
-            groups.setdefault(self.grad_dtypes(weights[0]), []).append((weights, part))
+            groups.setdefault(self.sort(weights[0]), []).append((weights, part))
         by_name = {w.name: w for w in trainable}
-        pairs = {w.name: self.grad_dtypes(w) for w in trainable}
-        for pair in dict.fromkeys(pairs.values()):
+        sorts = {w.name: self.sort(w) for w in trainable}
+        for sort in dict.fromkeys(sorts.values()):
             sizes = [
-                (w.name, w.numel * WIDTHS[pair[0]])
+                (w.name, w.numel * WIDTHS[sort[0]])
                 for w in trainable
-                if pairs[w.name] == pair and w.name not in taken
+                if sorts[w.name] == sort and w.name not in taken
             ]
-            groups.setdefault(pair, []).extend(
+            groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
                 for names in buckets(sizes, self.options.bucket_bytes)
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0
-        for (wire, landed), members in groups.items():
+        for (wire, landed, codec), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat)
+                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat, codec)
                 for ws, part in members
             ]
         return result
+
+    def codec(self, weight: Weight) -> Codec | None:
+        """What its gradient travels through."""
+        return codec_for(self.options.compress, weight.name) if self.world > 1 else None
+
+    def sort(self, weight: Weight) -> Sort:
+        """Weights of one sort may share a bucket."""
+        return (*self.grad_dtypes(weight), self.codec(weight))
 
     @cached_property
     def held(self) -> Buffers:
@@ -268,7 +288,7 @@ def buffers_of(setup: Setup) -> Buffers:
     """Every lasting buffer of a rank once its run has taken a step or two."""
     return (
         _weights(setup)
-        + _gradients(setup)
+        + gradients_of(setup.buckets, setup.options.stage, setup.world, setup.rank)
         + _host(setup)
         + Buffers(state=_moments(setup, host=False), gathered=gathered(setup))
     )
@@ -277,42 +297,12 @@ def buffers_of(setup: Setup) -> Buffers:
 def _weights(setup: Setup) -> Buffers:
     rank, total = setup.rank, Buffers()
     for bundle in setup.bundles:
-        size = WIDTHS[bundle.compute] * (bundle.full if setup.keeps(bundle) else bundle.body(rank))
+        numel = bundle.full if setup.keeps(bundle) else bundle.body(rank) + setup.cached(bundle)
+        size = WIDTHS[bundle.compute] * numel
         total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
         if setup.own_master(bundle):
             total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
     return total
-
-
-def _gradients(setup: Setup) -> Buffers:
-    """Wires and landings. One rank has neither: the leaf's gradient becomes the home's, and lasts until
-    `zero_grad`."""
-    if setup.world == 1:
-        alone = [b for b in setup.buckets if b.part is None]
-        return Buffers(gradients=sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights))
-    stage, rank = setup.options.stage, setup.rank
-    wires, landed, whole, reduced = 0, 0, 0, 0
-    groups: dict[tuple[str, str], list[Bucket]] = {}
-    for bucket in setup.buckets:
-        groups.setdefault((bucket.wire, bucket.landed), []).append(bucket)
-    for (wire, dtype), members in groups.items():
-        if setup.options.shards_grads:
-            numel = min(RING, len(members)) * max(b.wire_numel for b in members)
-        else:
-            numel = sum(b.wire_numel for b in members)
-        pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
-        if stage == 0:  # where dtypes agree, the wire is the gradient
-            whole += numel * WIDTHS[dtype]
-            if dtype != wire:
-                wires += numel * WIDTHS[wire]
-                reduced += pieces
-            continue
-        wires += numel * WIDTHS[wire]
-        if stage > 1 or dtype != wire:
-            landed += pieces
-    if stage == 1:
-        return Buffers(gradients=wires + landed)
-    return Buffers(gradients=whole + landed, buckets=wires + reduced)
 
 
 def _host(setup: Setup) -> Buffers:

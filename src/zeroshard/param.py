@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .comm import Region, Transport, Work
 from .layout import Pack
-from .pool import Ledger, Pool
+from .pool import Kind, Ledger, Pool
 from .shard import Param
 from .tier import Copies, Mark, pinned
 
@@ -104,9 +104,10 @@ class Bundle:
             store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
         self.full: Tensor | None = store if self.resident else None
         self.rows: Tensor | None = None if self.resident else store
-        ledger.book(
-            "host" if store.device != device or self.rests.rows == "host" else "parameters", store.nbytes
-        )
+        kind: Kind = "host" if store.device != device or self.rests.rows == "host" else "parameters"
+        ledger.book(kind, store.nbytes)
+        if self.region is not None and not self.resident:
+            ledger.book(kind, self.transport.cache(self.region, self.pack.cuts_of_pieces()))
         self.master: Tensor | None = None
         # Rows that rest off the device are a copy of a master on it.
         own_master = self.master_dtype != self.dtype or self.rests.rows != "device"

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .bucket import Sink
+from .codec import Codec
 from .comm import Transport
 from .config import Offload, Options
 from .errors import OptionError, TierError
 from .form import Form
-from .grad import Sink
 from .host import HostUpdates
 from .landing import HostGradients
 from .layout import ALIGN, Slot, aligned, buckets
@@ -26,6 +27,7 @@ from .param import Bundle
 from .part import OnDisk, PagedMaster, Part
 from .placement import Rest
 from .pool import Ledger
+from .routes import codec_for
 from .shard import Faces, Master, Param, SplitMaster
 from .tier import Copies, Page, Paging, Ring, Scratch
 from .units import Tenant
@@ -92,10 +94,11 @@ class Host:
         """Decide which parameters of a bundle share a part. Before anything is made, so that all sizes are
         known when the first is."""
         planned = self._plots_of.setdefault(key, [])
-        groups: dict[int, list[Tenant]] = {}
+        groups: dict[tuple[int, Codec | None], list[Tenant]] = {}
         for tenant in tenants:
             if tenant.parameter.requires_grad and id(tenant.parameter) in self.owner:
-                groups.setdefault(id(self.owner[id(tenant.parameter)][1]), []).append(tenant)
+                codec = codec_for(self.options.compress, tenant.name)
+                groups.setdefault((id(self.owner[id(tenant.parameter)][1]), codec), []).append(tenant)
         for members in groups.values():
             optimizer, group = self.owner[id(members[0].parameter)]
             form = self._form(optimizer, group, dtypes)
