@@ -77,7 +77,7 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "auto: device, host and disk": (
         GPT,
         {**CLIPPED, "stage": 3,
-         "offload": Disk.of(optimizer="auto", device_bytes=120_000, host_bytes=100_000)},
+         "offload": Disk.of(optimizer="auto", stages=2, device_bytes=50_000, host_bytes=75_000)},
     ),
     "delayed, stage 2": (GPT, {"stage": 2, "sync": zs.Delayed()}),
     "delayed, stage 3, host": (GPT, {**BELOW, "stage": 3, "sync": zs.Delayed(), "offload": host()}),
