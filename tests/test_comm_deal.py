@@ -10,7 +10,7 @@ from torch import Tensor
 from zeroshard.comm import Transport
 
 pytestmark = pytest.mark.threads
-SIZES = [("local", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 4)]
+SIZES = [("local", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 4), ("nodes", 4)]
 TURNS = 5
 
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
+from .codec import Codec
 from .errors import OptionError
-from .policy import EveryStep, Sync, check_sync, local_steps
+from .policy import EveryStep, Sync, check_sync, codec_choices, local_steps
 from .policy import Numerics as Numerics
+from .routes import Routes, check_compress, check_gather, routes_of
 
 Stage = Literal[0, 1, 2, 3]
+TransportName = Literal["auto", "shm", "gloo", "nodes", "nccl"]
+TRANSPORTS = get_args(TransportName)
 _EVERY_STEP = EveryStep()
 
 _DTYPES = {
@@ -268,10 +272,14 @@ class Options:
     recompute: tuple[str, ...] | bool = False
     split: Literal["auto", "rows", "whole"] = "auto"
     buffers: Literal["broadcast", "local"] = "broadcast"
-    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    transport: TransportName = "auto"
     offload: Offload | None = None
     clip_norm: float | None = None
     sync: Sync = _EVERY_STEP
+    node_cache: bool = False
+    ranks_per_node: int | None = None
+    compress: Routes = ()
+    gather: Codec | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -303,16 +311,46 @@ class Options:
                 "sync=Local(...) and offload= do not go together: local steps change whole parameters on the "
                 "device. Drop one of them; sync=Delayed() works with offload."
             )
+        put(self, "compress", routes_of(self.compress))
+        check_compress(self.compress, self.sync)
+        check_gather(self.gather, self.stage, self.offload is not None)
+        if self.offload is not None and codec_choices(self.sync):
+            raise OptionError(
+                "Adaptive chooses among codecs only without offload=, whose gradients have one way to the "
+                "host: pass shard(..., compress=...) for one codec throughout."
+            )
         for name, known in (
             ("split", ("auto", "rows", "whole")),
             ("buffers", ("broadcast", "local")),
-            ("transport", ("auto", "shm", "gloo", "nccl")),
+            ("transport", TRANSPORTS),
         ):
             value = getattr(self, name)
             if value not in known:
                 raise OptionError(
                     f"{name}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}"
                 )
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """What has to do with nodes, where it has an effect."""
+        count = self.ranks_per_node
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise OptionError(f"ranks_per_node={count!r} must be a number of ranks, 1 or more.")
+        if self.node_cache and self.stage != 3:
+            raise OptionError(
+                "node_cache=True keeps parameters that stage 3 would gather again, and this is stage "
+                f'{self.stage}, which keeps all of them anyway: drop it; transport="nodes" is what makes '
+                "other traffic cross between nodes once."
+            )
+        if self.node_cache and self.transport not in ("auto", "nodes"):
+            raise OptionError(
+                f'node_cache=True needs transport="nodes", not "{self.transport}": drop one of them.'
+            )
+        if self.transport == "nodes" and self.stage == 3 and not self.node_cache:
+            raise OptionError(
+                'transport="nodes" at stage 3 keeps the rows of other nodes inside the node: pass '
+                'node_cache=True, which costs memory, or transport="gloo".'
+            )
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -349,7 +387,11 @@ class OptionKeys(TypedDict, total=False):
     recompute: bool | str | Sequence[str]
     split: Literal["auto", "rows", "whole"]
     buffers: Literal["broadcast", "local"]
-    transport: Literal["auto", "shm", "gloo", "nccl"]
+    transport: TransportName
     offload: Offload | None
     clip_norm: float | None
     sync: Sync
+    node_cache: bool
+    ranks_per_node: int | None
+    compress: Codec | Mapping[str, Codec | None] | None
+    gather: Codec | None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Sink
+from .bucket import Bucket, Desk, Sink
 from .comm import Transport, Work
 from .pool import Ledger
 from .private import Private
@@ -24,7 +24,10 @@ from .shard import Faces, Param
 
 
 class Gradients:
-    """All buckets of a run: counts arrivals, sends what is due, lands what came back."""
+    """All buckets of a run: counts arrivals, sends what is due, lands what came back. `desk`: of those that
+    travel through codecs."""
+
+    desk: Desk | None = None
 
     def __init__(
         self, buckets: list[Bucket], transport: Transport, faces: Faces, stage: int, ledger: Ledger
@@ -96,7 +99,12 @@ class Gradients:
             self._gather_whole()
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)
+        self._over()
+
+    def _over(self) -> None:
         self._next = 0
+        if self.desk is not None:
+            self.desk.over()
 
     def _go_on(self) -> None:
         """Further rounds of the buckets that need them, all buckets together."""
@@ -159,7 +167,12 @@ class Gradients:
     def private(self) -> list[Private]:
         """What this rank has of its own and goes into checkpoints: of codecs that keep what they did not
         send. It may change in backward."""
-        return [private for bucket in self.buckets for private in bucket.private()]
+        mine = [private for bucket in self.buckets for private in bucket.private()]
+        return mine + (self.desk.private() if self.desk is not None else [])
+
+    def errors(self) -> dict[str, float]:
+        """By codec: what it loses; see [Note: what is measured]."""
+        return self.desk.errors() if self.desk is not None else {}
 
     def redirect(self, param: Param, grad: Tensor) -> Tensor:
         """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a
@@ -259,6 +272,9 @@ class LocalGradients:
         for bucket in self._local_buckets:
             bucket.send()
             bucket.waiting = len(bucket.params)
+
+    def errors(self) -> dict[str, float]:
+        return {}
 
     def private(self) -> list[Private]:
         """Nothing travels, so nothing is left unsent."""

@@ -8,26 +8,38 @@ has gone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Sizes = Counter[tuple[int, str]]  # elements and dtype of a buffer -> how many
 
 
-def most_lent(sizes: Mapping[str, Sizes], ahead: int, recomputes: Callable[[str], bool]) -> Sizes:
+def most_lent(
+    sizes: Mapping[str, Sizes],
+    stages: Mapping[str, Sizes],
+    ahead: int,
+    recomputes: Callable[[str], bool],
+    at_once: bool = False,
+) -> Sizes:
     """The most buffers of each size. `sizes`: what every unit gathers, in forward order; nothing where it is
-    always whole."""
-    order, lent, most = list(sizes), dict[str, None](), Sizes()
+    always whole. `stages`: where its codes arrive meanwhile; `at_once`: those of all units together."""
+    order, lent, arriving, most = list(sizes), dict[str, None](), dict[str, None](), Sizes()
+
+    def count(held: Iterable[Sizes]) -> None:
+        for key, number in sum(held, Sizes()).items():
+            most[key] = max(most[key], number)
 
     def take(names: Sequence[str]) -> None:
         for name in names:
             if name not in lent:
-                lent[name] = None
-                now = sum((sizes[held] for held in lent), Sizes())
-                for key, count in now.items():
-                    most[key] = max(most[key], count)
+                lent[name] = arriving[name] = None
+                count(sizes[held] for held in lent)
+                count(stages[held] for held in arriving)
 
+    if at_once:
+        count(stages.values())
     for place, name in enumerate(order):
         take(order[place : place + 1 + ahead])
+        arriving.pop(name, None)
         if name != order[0] and place < len(order) - 1:
             del lent[name]
     above: str | None = None
@@ -40,5 +52,6 @@ def most_lent(sizes: Mapping[str, Sizes], ahead: int, recomputes: Callable[[str]
         if above is not None and above != order[0]:
             lent.pop(above, None)
         take(coming)
+        arriving.pop(order[place], None)
         above = order[place]
     return most

@@ -7,20 +7,25 @@ padding nor buffers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from .config import Options
+from .coding import in_words
+from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
-from .lending import most_lent
+from .lending import Sizes, most_lent
 from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
+from .routes import codec_for
 from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
+from .wires import Sort, gradients_of
+
+if TYPE_CHECKING:
+    from .codec import Codec
 
 BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
-RING = 3  # wires in flight from stage 2 on, as in `build`
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
 
@@ -83,6 +88,33 @@ class Setup:
         """Whether its leaves are always whole on the device."""
         return not self.streams(bundle) and (not self.options.shards_params or self.world == 1)
 
+    def cached(self, bundle: Bundle) -> int:
+        """Elements of other nodes that this rank keeps for its own."""
+        return 0 if self.codes(bundle) else sum(bundle.body(rank) for rank in self._namesakes(bundle))
+
+    def _namesakes(self, bundle: Bundle) -> list[int]:
+        """Ranks of other nodes whose rows this rank keeps for its own node."""
+        each = self.options.ranks_per_node
+        if not self.options.node_cache or each is None or all(s.split == "copy" for s in bundle.slots):
+            return []
+        return [rank for rank in range(self.rank % each, self.world, each) if rank != self.rank]
+
+    def codes_held(self, bundle: Bundle) -> int:
+        """Bytes of this rank's code, and of those that it keeps for its node."""
+        if not self.codes(bundle):
+            return 0
+        return sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
+
+    def codes(self, bundle: Bundle) -> bool:
+        """Whether its rows travel through a codec."""
+        moves = self.world > 1 and any(slot.split != "copy" for slot in bundle.slots)
+        return moves and self.options.gather is not None and bundle.compute in DTYPE_BYTES
+
+    def code_bytes(self, bundle: Bundle, rank: int) -> int:
+        """Of one rank's rows."""
+        assert self.options.gather is not None
+        return in_words(self.options.gather.wire_bytes(bundle.body(rank)))
+
     @property
     def streamed(self) -> bool:
         """Whether any weights rest off the device."""
@@ -115,7 +147,8 @@ class Setup:
 
     def own_master(self, bundle: Bundle) -> bool:
         """Whether there is a master on the device beside the compute weights."""
-        differs = bundle.master != bundle.compute or self.streams(bundle)
+        decoded = self.codes(bundle) and self.keeps(bundle)
+        differs = bundle.master != bundle.compute or self.streams(bundle) or decoded
         return differs and self.state_rest(bundle) == "device"
 
     @property
@@ -159,11 +192,11 @@ class Setup:
         for bundle in self.bundles:
             if self.state_rest(bundle) == "device":
                 continue
-            groups: dict[int, list[Weight]] = {}
+            groups: dict[tuple[int, Codec | None], list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
-                    groups.setdefault(weight.rule, []).append(weight)
-            for number, members in groups.items():
+                    groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
+            for (number, _), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
                 for names in buckets(sizes, offload.stage_bytes):
@@ -205,30 +238,38 @@ class Setup:
         parts = [(part.weights, part) for part in self.parts]
         taken = {w.name for weights, _ in parts for w in weights}
         trainable = sorted((w for u in self.units for w in u.weights if w.trainable), key=lambda w: -w.number)
-        groups: dict[tuple[str, str], list[tuple[tuple[Weight, ...], Part | None]]] = {}
+        groups: dict[Sort, list[tuple[tuple[Weight, ...], Part | None]]] = {}
         for weights, part in parts:
-            groups.setdefault(self.grad_dtypes(weights[0]), []).append((weights, part))
+            groups.setdefault(self.sort(weights[0]), []).append((weights, part))
         by_name = {w.name: w for w in trainable}
-        pairs = {w.name: self.grad_dtypes(w) for w in trainable}
-        for pair in dict.fromkeys(pairs.values()):
+        sorts = {w.name: self.sort(w) for w in trainable}
+        for sort in dict.fromkeys(sorts.values()):
             sizes = [
-                (w.name, w.numel * WIDTHS[pair[0]])
+                (w.name, w.numel * WIDTHS[sort[0]])
                 for w in trainable
-                if pairs[w.name] == pair and w.name not in taken
+                if sorts[w.name] == sort and w.name not in taken
             ]
-            groups.setdefault(pair, []).extend(
+            groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
                 for names in buckets(sizes, self.options.bucket_bytes)
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0
-        for (wire, landed), members in groups.items():
+        for (wire, landed, codec), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat)
+                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat, codec)
                 for ws, part in members
             ]
         return result
+
+    def codec(self, weight: Weight) -> Codec | None:
+        """What its gradient travels through."""
+        return codec_for(self.options.compress, weight.name) if self.world > 1 else None
+
+    def sort(self, weight: Weight) -> Sort:
+        """Weights of one sort may share a bucket."""
+        return (*self.grad_dtypes(weight), self.codec(weight))
 
     @cached_property
     def held(self) -> Buffers:
@@ -259,31 +300,11 @@ def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int =
     return numel * (2 * width + state - sum(shared) + sum(shared) / world)
 
 
-def heaviest(setup: Setup) -> Setup:
-    """The same, seen from the rank that owns most. Rows make that the first; whole tensors, the one that
-    was dealt most."""
-    load = Counter[int]()
-    for slot in setup.slots.values():
-        if slot.split == "whole":
-            load[slot.owner] += slot.numel
-    return replace(setup, rank=max(load, key=lambda rank: (load[rank], -rank))) if load else setup
-
-
-def imbalance(setup: Setup) -> float:
-    """How much more than the mean the fullest rank owns: 0.01 is 1 %. Nothing where nothing is divided."""
-    divided = [slot for slot in setup.slots.values() if slot.split != "copy"]
-    total = sum(slot.numel for slot in divided)
-    if not total:
-        return 0.0
-    rank = heaviest(setup).rank
-    return sum(slot.held(rank) for slot in divided) * setup.world / total - 1.0
-
-
 def buffers_of(setup: Setup) -> Buffers:
     """Every lasting buffer of a rank once its run has taken a step or two."""
     return (
         _weights(setup)
-        + _gradients(setup)
+        + gradients_of(setup.buckets, setup.options.stage, setup.world, setup.rank)
         + _host(setup)
         + Buffers(state=_moments(setup, host=False), gathered=gathered(setup))
     )
@@ -292,43 +313,14 @@ def buffers_of(setup: Setup) -> Buffers:
 def _weights(setup: Setup) -> Buffers:
     rank, total = setup.rank, Buffers()
     for bundle in setup.bundles:
-        size = WIDTHS[bundle.compute] * (bundle.full if setup.keeps(bundle) else bundle.body(rank))
+        numel = bundle.full if setup.keeps(bundle) else bundle.body(rank) + setup.cached(bundle)
+        size = WIDTHS[bundle.compute] * numel
         if setup.rows_rest(bundle) != "disk":
             total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
+        total += Buffers(parameters=setup.codes_held(bundle))
         if setup.own_master(bundle):
             total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
     return total
-
-
-def _gradients(setup: Setup) -> Buffers:
-    """Wires and landings. One rank has neither: the leaf's gradient becomes the home's, and lasts until
-    `zero_grad`."""
-    if setup.world == 1:
-        alone = [b for b in setup.buckets if b.part is None]
-        return Buffers(gradients=sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights))
-    stage, rank = setup.options.stage, setup.rank
-    wires, landed, whole, reduced = 0, 0, 0, 0
-    groups: dict[tuple[str, str], list[Bucket]] = {}
-    for bucket in setup.buckets:
-        groups.setdefault((bucket.wire, bucket.landed), []).append(bucket)
-    for (wire, dtype), members in groups.items():
-        if setup.options.shards_grads:
-            numel = min(RING, len(members)) * max(b.wire_numel for b in members)
-        else:
-            numel = sum(b.wire_numel for b in members)
-        pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
-        if stage == 0:  # where dtypes agree, the wire is the gradient
-            whole += numel * WIDTHS[dtype]
-            if dtype != wire:
-                wires += numel * WIDTHS[wire]
-                reduced += pieces
-            continue
-        wires += numel * WIDTHS[wire]
-        if stage > 1 or dtype != wire:
-            landed += pieces
-    if stage == 1:
-        return Buffers(gradients=wires + landed)
-    return Buffers(gradients=whole + landed, buckets=wires + reduced)
 
 
 def _host(setup: Setup) -> Buffers:
@@ -441,10 +433,17 @@ def _moments(setup: Setup, host: bool, unit: str | None = None) -> int:
 
 def gathered(setup: Setup) -> int:
     """Bytes of the pool's buffers after a training step; see `lending`."""
-    sizes = {unit.name: Counter[tuple[int, str]]() for unit in setup.units}
+    sizes = {unit.name: Sizes() for unit in setup.units}
+    stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
     for bundle in setup.bundles:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
+        if setup.codes(bundle):
+            ranks = range(setup.world)
+            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
+            scratches.add(max(bundle.body(rank) for rank in ranks))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
-    most = most_lent(sizes, ahead, setup.recomputes)
-    return sum(count * numel * WIDTHS[dtype] for (numel, dtype), count in most.items())
+    at_once = setup.overlaps and setup.resident  # all are published at once
+    most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)
+    lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
+    return lasting + sum(numel * WIDTHS["float32"] for numel in scratches)

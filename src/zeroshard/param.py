@@ -25,9 +25,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .codec import Codec
 from .comm import Region, Transport, Work
 from .layout import Pack
-from .pool import Ledger, Pool
+from .pool import Kind, Ledger, Pool
+from .published import CodedRows
 from .shard import Param
 from .tier import Copies, Mark, Streaming, Stretch, pinned
 
@@ -72,6 +74,7 @@ class Bundle:
         pool: Pool,
         ledger: Ledger,
         copies: Copies,
+        codec: Codec | None = None,
     ) -> None:
         self.key, self.pack, self.rests, self.copies = key, pack, rests, copies
         resident = self.resident = rests.resident
@@ -87,13 +90,15 @@ class Bundle:
         self._blanks = [] if resident else [blank.expand(slot.shape) for slot in pack.slots]
         self._index: dict[int, int] = {}  # id(leaf) -> its place
         self.source: OnDiskRows | None = None  # where rows on the disk come from
-        self._allocate(ledger)
+        self.coded: CodedRows | None = None  # what travels in place of the rows
+        self._stage: Tensor | None = None  # where codes arrive
+        self._allocate(ledger, codec)
         self._compute, self._local = self.compute_views(), self.local_views()
         self.updated_by_host: set[int] = set()  # parameters whose compute rows the host update writes itself
         self.written_through: set[int] = set()  # and those whose home is not the master, nor a copy of it
         self._cuts = pack.cuts_of_full() if resident else pack.cuts_of_pieces()
 
-    def _allocate(self, ledger: Ledger) -> None:
+    def _allocate(self, ledger: Ledger, codec: Codec | None) -> None:
         rank, device = self.transport.rank, self.pool.device
         self.full: Tensor | None = None
         self.rows: Tensor | None = None
@@ -104,6 +109,10 @@ class Bundle:
             return  # with the state of the host update
         size = self.pack.full if self.resident else self.pack.pieces[rank]
         moves = self.transport.size > 1 and any(s.split != "copy" for s in self.pack.slots)
+        if moves and codec is not None and self.dtype.is_floating_point:
+            width = self.dtype.itemsize
+            self.coded = CodedRows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
+            moves = False
         self.region = self.transport.allocate(self.key, size, self.dtype) if moves else None
         # Where the transport's memory is not on our device (two ranks on one GPU), the region is a mirror.
         own = self.region.mine if self.region is not None and self.region.mine.device == device else None
@@ -114,11 +123,13 @@ class Bundle:
             store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
         self.full = store if self.resident else None
         self.rows = None if self.resident else store
-        ledger.book(
-            "host" if store.device != device or self.rests.rows == "host" else "parameters", store.nbytes
-        )
-        # Rows that rest off the device are a copy of a master on it.
-        own_master = self.master_dtype != self.dtype or self.rests.rows != "device"
+        kind: Kind = "host" if store.device != device or self.rests.rows == "host" else "parameters"
+        ledger.book(kind, store.nbytes)
+        if self.region is not None and not self.resident:
+            ledger.book(kind, self.transport.cache(self.region, self.pack.cuts_of_pieces()))
+        # Rows that rest off the device are a copy of a master on it; so are those that were decoded.
+        copied = self.rests.rows != "device" or (self.coded is not None and self.resident)
+        own_master = self.master_dtype != self.dtype or copied
         if own_master and self.rests.state == "device":
             self.master = torch.zeros(self.pack.body(rank), dtype=self.master_dtype, device=device)
             ledger.book("state", self.master.nbytes)
@@ -173,7 +184,7 @@ class Bundle:
         if self.master is not None:
             if self.rows is not None:
                 self.rows[: self.master.numel()].copy_(self.master)
-            else:
+            elif self.coded is None:
                 torch._foreach_copy_(self._compute, self._local)
         elif self.rests.state != "device":
             for index, (row, local) in enumerate(zip(self._compute, self._local, strict=True)):
@@ -181,6 +192,10 @@ class Bundle:
                     continue
                 if written or index not in self.updated_by_host:
                     row.copy_(local)
+        if self.coded is not None:
+            piece = self.master if self.master is not None else self.rows
+            assert piece is not None
+            self.coded.encode(piece)
         if self._mirrored:
             assert self.region is not None
             source = self.rows if self.rows is not None else self.full
@@ -199,11 +214,15 @@ class Bundle:
             if self.full is None:
                 self.full = self.pool.take(self.pack.full, self.dtype, self)
             _, out = self._views_of(self.full)
-            if self.region is None:
+            kind = "publish" if self.resident else "gather"
+            if self.coded is not None:
+                if self._stage is None:
+                    self._stage = self.pool.take(self.coded.stage_bytes, torch.uint8, self.coded)
+                self._work = self.coded.fetch(kind, self._stage)
+            elif self.region is None:
                 if not self.resident:
                     self._fetch(out[self.transport.rank])
             else:
-                kind = "publish" if self.resident else "gather"
                 self._work = self.transport.gather(kind, self.key, self.region, self._cuts, out)
         self.epoch = epoch
         self.residence = Residence.GATHERING
@@ -231,6 +250,10 @@ class Bundle:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
+            if self.coded is not None and self._stage is not None:
+                self.coded.spread(self._stage, self._views_of(self.full)[1])
+                self.pool.give(self._stage)
+                self._stage = None
             if not self.resident:
                 for param, view in zip(self.params, self._views_of(self.full)[0], strict=True):
                     param.leaf.data = view
@@ -254,7 +277,7 @@ class Bundle:
         cached = self._views.get(buffer.data_ptr())
         if cached is None:
             flat = [[buffer[at : at + n] for at, n in cuts] for cuts in self.pack.cuts_of_full()]
-            if self.resident:
+            if self.resident and self.coded is None:
                 flat[self.transport.rank] = []
             cached = self._views[buffer.data_ptr()] = (self.full_views(buffer), flat)
         return cached

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .bucket import Sink
+from .codec import Codec
 from .comm import Transport
 from .config import Options
 from .eligible import check_kernels, form_of, no_kernel, overlaps
@@ -28,6 +29,7 @@ from .param import Bundle, OnDiskRows
 from .part import OnDisk, PagedMaster, Part
 from .placement import Place, Rest
 from .pool import Ledger
+from .routes import codec_for
 from .shard import Faces, Master, Param, SplitMaster
 from .tier import Copies, Page, Paging, Ring, Scratch, Streaming, Stretch
 from .units import Tenant
@@ -96,10 +98,11 @@ class Host:
         """Decide which parameters of a bundle share a part. Before anything is made, so that all sizes are
         known when the first is."""
         planned, rest = self._plots_of.setdefault(key, []), place.optimizer
-        groups: dict[int, list[Tenant]] = {}
+        groups: dict[tuple[int, Codec | None], list[Tenant]] = {}
         for tenant in tenants:
             if tenant.parameter.requires_grad and id(tenant.parameter) in self.owner:
-                groups.setdefault(id(self.owner[id(tenant.parameter)][1]), []).append(tenant)
+                codec = codec_for(self.options.compress, tenant.name)
+                groups.setdefault((id(self.owner[id(tenant.parameter)][1]), codec), []).append(tenant)
         # Weights rest on the disk with their state; where some of a bundle have none, all are on the host.
         beside = place.parameters == "disk" and sum(map(len, groups.values())) == len(tenants)
         self.rows_of[key] = "disk" if beside else "host" if place.parameters == "disk" else place.parameters

@@ -15,8 +15,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from . import config, policy
+from .codec import from_settings
 from .config import Numerics, Options, Stage, show_bytes
-from .errors import PlanError
+from .errors import OptionError, PlanError
 
 FORMAT = 2
 Placing = Literal["device", "state on host", "all on host"]
@@ -258,9 +259,14 @@ def from_plain(value: Any) -> Any:
     if kind == "float":
         return float(made["value"])
     found = getattr(config, str(kind), None) or getattr(policy, str(kind), None)
-    if found is None:
-        raise PlanError(f"this plan has an option of type {kind!r}, which this ZeroShard does not know.")
-    return found(**made)
+    if found is not None:
+        return found(**made)
+    try:
+        return from_settings({"kind": kind, **made})
+    except OptionError as error:
+        raise PlanError(
+            f"this plan has an option of type {kind!r}, which this ZeroShard does not know: {error}"
+        ) from error
 
 
 def settings_of(options: Options) -> dict[str, Any]:

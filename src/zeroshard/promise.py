@@ -57,7 +57,10 @@ class Wish:
                 f"a plan says all: {', '.join(f'{n}=' for n in [*asked, *keywords])} cannot be beside it. "
                 "Plan again with zs.plan(...) to change something."
             )
-        if asked and "limit" not in asked and "memory_limit_per_node" not in asked:
+        planned = "limit" in asked or "memory_limit_per_node" in asked
+        if "ranks_per_node" in asked and not planned:  # an option of unplanned runs, too
+            keywords["ranks_per_node"] = asked.pop("ranks_per_node")
+        if asked and not planned:
             raise OptionError(
                 f"{next(iter(asked))}= is for a run that is planned: pass limit= as well, or drop it."
             )
@@ -100,7 +103,7 @@ def _agreed(
     told: Any = None
     if transport.rank == 0:
         on_cpu = transport.device.type == "cpu"
-        place = Place(transport.size, found, transport.name in ("gloo", "nccl"), on_cpu)
+        place = Place(transport.size, found, transport.name in ("gloo", "nodes", "nccl"), on_cpu)
         try:
             told = {"plan": choose_for(model, optimizers, asked, options, wish.given, place).to_json()}
         except ZeroShardError as error:

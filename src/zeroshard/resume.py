@@ -271,9 +271,11 @@ def _adopt_private(private: list[Shares], loaded: Loaded, world: int, rank: int)
         mine = shares.private
         if all((held.kind, held.name) in absent for held in shares.held):
             mine.reset()
-            told[mine.key, "begins at zero: " + (
-                f"it is not in {loaded.path}" if shares.held else "it is each rank's own"
-            )] += 1
+            told[
+                mine.key,
+                "begins at zero: "
+                + (f"it is not in {loaded.path}" if shares.held else "it is each rank's own"),
+            ] += 1
         elif len(shares.held) > 1:
             told[mine.key, f"is the mean of the {loaded.world} that were saved"] += 1
     if rank == 0:

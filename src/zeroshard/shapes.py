@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 from .config import DTYPE_BYTES
-from .layout import ALIGN, FlatPack, Slot, aligned
+from .layout import ALIGN, FlatPack, Pack, Slot, aligned
 from .placement import Rest
+
+if TYPE_CHECKING:
+    from .codec import Codec
 
 WIDTHS = DTYPE_BYTES | {
     "int64": 8,
@@ -134,6 +138,7 @@ class Bucket:
     align: int = ALIGN
     part: Part | None = None
     flat: bool = False  # stage 0: `FlatPack`
+    codec: Codec | None = None
 
     @cached_property
     def wire_numel(self) -> int:
@@ -150,6 +155,10 @@ class Bucket:
     @cached_property
     def full(self) -> int:
         return sum(aligned(slot.numel, self.align) for slot in self.slots)
+
+    @cached_property
+    def pack(self) -> Pack:
+        return (FlatPack if self.flat else Pack)(self.slots, self.slots[0].world, True, self.align)
 
 
 @dataclass(frozen=True)

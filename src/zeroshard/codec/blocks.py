@@ -10,6 +10,7 @@ as it needs, and what is left of the last one is zero.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -17,8 +18,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import Codec, padded
+from zeroshard.codec.base import Codec, check, padded
 from zeroshard.errors import OptionError
+from zeroshard.native.codes import Blocks
 
 NAN = 0x7FC0  # the bits of a bf16 scale that says: not all finite
 MAGNITUDE = 0x7FFFFFFF
@@ -61,19 +63,59 @@ class Blocked(Codec):
     def _packed_bytes(self, numel: int) -> int:
         return -(-numel * self.bits // 8)
 
-    def runs(self, code: Tensor, numel: int) -> Iterator[Run]:
+    def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
+        check(self, values, code)
+        residual = state["residual"] if self.feedback else None
+        scales, packed = self._parts(code, values.numel())
+        form = Blocks(self.block, self.bits, self._salt(step))
+        if values.device.type == "cpu" and form.encode(values, residual, scales, packed):
+            return
+        for run in self._runs(scales, packed, values.numel()):
+            kept = None if residual is None else run.of(residual)
+            wanted = run.of(values) if kept is None else run.of(values) + kept
+            left = self._encode_run(run, wanted, form.salt)
+            if kept is not None:
+                torch.where((run.scales == NAN).view(-1, 1), kept, left, out=kept)
+
+    def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
+        check(self, out, code, "out")
+        scales, packed = self._parts(code, out.numel())
+        form = Blocks(self.block, self.bits)
+        if out.device.type == "cpu" and form.decode(scales, packed, out, add):
+            return
+        for run in self._runs(scales, packed, out.numel()):
+            part, values = run.of(out), self._decode_run(run)
+            part.add_(values) if add else part.copy_(values)
+
+    def _salt(self, step: int) -> int | None:
+        """What dice are made of, if there are any."""
+        return None
+
+    @abstractmethod
+    def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
+        """Write the scales and bits of a run; what they do not say of the values."""
+
+    @abstractmethod
+    def _decode_run(self, run: Run) -> Tensor:
+        """The values of a run, a row for each block."""
+
+    def _parts(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The scales' bits as int16 and the packed values; what lies behind either is zero."""
+        count, at = 2 * -(-numel // self.block), self.scale_bytes(numel)
+        end = at + self._packed_bytes(numel)
+        for start, stop in ((count, at), (end, code.numel())):
+            if start < stop:
+                code[start:stop].zero_()
+        return code[:count].view(torch.int16), code[at:end]
+
+    def _runs(self, scales: Tensor, packed: Tensor, numel: int) -> Iterator[Run]:
         """The whole blocks, then the short one."""
-        at = self.scale_bytes(numel)
-        scales = code[: 2 * -(-numel // self.block)].view(torch.int16)
         whole, short = divmod(numel, self.block)
-        width = self._packed_bytes(self.block)
+        size = whole * self._packed_bytes(self.block)
         if whole:
-            packed = code[at : at + whole * width].view(whole, width)
-            yield Run((whole, self.block), 0, scales[:whole], packed)
+            yield Run((whole, self.block), 0, scales[:whole], packed[:size].view(whole, -1))
         if short:
-            at += whole * width
-            packed = code[at : at + self._packed_bytes(short)].view(1, -1)
-            yield Run((1, short), whole * self.block, scales[whole:], packed)
+            yield Run((1, short), whole * self.block, scales[whole:], packed[size:].view(1, -1))
 
 
 def pack(values: Tensor, to: Tensor, bits: int) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from zeroshard.codec.base import Codec, check, padded
 from zeroshard.errors import OptionError
+from zeroshard.native import accumulate, cast
+from zeroshard.native.codes import spread
 from zeroshard.policy import Numerics
 
 Half = Literal["bfloat16", "float16"]
@@ -39,12 +41,20 @@ class Cast(Codec):
     def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
         check(self, values, code)
         code[2 * values.numel() :].zero_()
-        self._halves(code, values.numel()).copy_(values)
+        halves = self._halves(code, values.numel())
+        if values.device.type == "cpu":
+            spread(values.numel(), 1, lambda start, stop: cast(halves[start:stop], values[start:stop]))
+        else:
+            halves.copy_(values)
 
     def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
         check(self, out, code, "out")
         halves = self._halves(code, out.numel())
-        out.add_(halves) if add else out.copy_(halves)
+        if out.device.type == "cpu":
+            land = accumulate if add else cast
+            spread(out.numel(), 1, lambda start, stop: land(out[start:stop], halves[start:stop]))
+        else:
+            out.add_(halves) if add else out.copy_(halves)
 
     def _halves(self, code: Tensor, numel: int) -> Tensor:
         return code[: 2 * numel].view(getattr(torch, self.dtype))

@@ -22,8 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import check
-from zeroshard.codec.blocks import HUGE, MAGNITUDE, NAN, Blocked, pack, unpack, wide
+from zeroshard.codec.blocks import HUGE, MAGNITUDE, NAN, Blocked, Run, pack, unpack, wide
 from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
 
@@ -50,40 +49,29 @@ class _Integers(Blocked):
         """The largest integer."""
         return (1 << self.bits - 1) - 1
 
-    def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
-        check(self, values, code)
-        residual = state["residual"] if self.feedback else None
-        code.zero_()
-        for run in self.runs(code, values.numel()):
-            kept = None if residual is None else run.of(residual)
-            wanted = run.of(values) if kept is None else run.of(values) + kept
-            scale, usable = _scale(wanted, self.levels)
-            run.scales.copy_(scale.view(-1))
-            inverse = torch.where(usable, wide(scale), 1.0).reciprocal_()
-            steps = torch.where(usable, wanted, 0.0).mul_(inverse)
-            chosen = self._rounded(steps, wanted, run.start, step)
-            pack(chosen.view(torch.uint8) & ((1 << self.bits) - 1), run.packed, self.bits)
-            if kept is not None:
-                left = wanted - chosen.to(torch.float32).mul_(wide(scale))
-                torch.where(scale == NAN, kept, left, out=kept)
+    def _salt(self, step: int) -> int | None:
+        return (step * 0x9E3779B1) & 0xFFFFFFFF if self.stochastic else None
 
-    def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
-        check(self, out, code, "out")
-        for run in self.runs(code, out.numel()):
-            sign = 1 << self.bits - 1
-            raw = unpack(run.packed, self.bits, run.shape[1]).to(torch.int32)
-            values = ((raw ^ sign) - sign).to(torch.float32).mul_(wide(run.scales.view(-1, 1)))
-            part = run.of(out)
-            part.add_(values) if add else part.copy_(values)
+    def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
+        scale, usable = _scale(values, self.levels)
+        run.scales.copy_(scale.view(-1))
+        inverse = torch.where(usable, wide(scale), 1.0).reciprocal_()
+        steps = torch.where(usable, values, 0.0).mul_(inverse)
+        chosen = torch.round(steps) if salt is None else self._risen(steps, values, run.start, salt)
+        pack(chosen.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1), run.packed, self.bits)
+        return values - chosen.mul_(wide(scale))
 
-    def _rounded(self, steps: Tensor, values: Tensor, start: int, step: int) -> Tensor:
-        """Values in units of their scale as whole numbers."""
-        if not self.stochastic:
-            return torch.round(steps).to(torch.int8)
+    def _decode_run(self, run: Run) -> Tensor:
+        sign = 1 << self.bits - 1
+        raw = unpack(run.packed, self.bits, run.shape[1]).to(torch.int32)
+        return ((raw ^ sign) - sign).to(torch.float32).mul_(wide(run.scales.view(-1, 1)))
+
+    def _risen(self, steps: Tensor, values: Tensor, start: int, salt: int) -> Tensor:
+        """Values in units of their scale, rounded up or down by chance."""
         place = torch.arange(start, start + steps.numel(), device=steps.device).view(steps.shape)
         shift = self.levels + 1  # makes all of them positive, where cutting off is rounding down
-        risen = (steps + (_dice(values, place, step) + shift)).to(torch.int32) - shift
-        return risen.clamp_(-self.levels, self.levels).to(torch.int8)
+        risen = (steps + (_dice(values, place, salt) + shift)).to(torch.int32) - shift
+        return risen.clamp_(-self.levels, self.levels).to(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -127,9 +115,8 @@ def _scale(values: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return torch.where(usable, up, torch.where(top < _TINY, 0, NAN)), usable
 
 
-def _dice(values: Tensor, place: Tensor, step: int) -> Tensor:
+def _dice(values: Tensor, place: Tensor, salt: int) -> Tensor:
     """Uniform in [0, 1), in steps of 2⁻¹⁶."""
-    salt = (step * 0x9E3779B1) & 0xFFFFFFFF
     mixed = (values.view(torch.int32).to(torch.int64) ^ (place * 0x9E3779B1 + salt)) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF

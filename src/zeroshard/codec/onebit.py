@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import check
-from zeroshard.codec.blocks import HUGE, NAN, Blocked, pack, unpack, wide
+from zeroshard.codec.blocks import HUGE, NAN, Blocked, Run, pack, unpack, wide
 from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
 
@@ -48,26 +47,16 @@ class OneBit(Blocked):
     def active(self, step: int) -> bool:
         return step >= self.warmup_steps
 
-    def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
-        check(self, values, code)
-        code.zero_()
-        for run in self.runs(code, values.numel()):
-            kept = run.of(state["residual"])
-            wanted = run.of(values) + kept
-            scale = _mean(wanted)
-            run.scales.copy_(scale.view(-1))
-            negative = (wanted.view(torch.int32) < 0) & (scale != NAN)
-            pack(negative.to(torch.uint8), run.packed, 1)
-            left = wanted - _signed(negative, scale)
-            torch.where(scale == NAN, kept, left, out=kept)
+    def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
+        scale = _mean(values)
+        run.scales.copy_(scale.view(-1))
+        negative = (values.view(torch.int32) < 0) & (scale != NAN)
+        pack(negative.to(torch.uint8), run.packed, 1)
+        return values - _signed(negative, scale)
 
-    def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
-        check(self, out, code, "out")
-        for run in self.runs(code, out.numel()):
-            negative = unpack(run.packed, 1, run.shape[1]).to(torch.bool)
-            values = _signed(negative, run.scales.view(-1, 1))
-            part = run.of(out)
-            part.add_(values) if add else part.copy_(values)
+    def _decode_run(self, run: Run) -> Tensor:
+        negative = unpack(run.packed, 1, run.shape[1]).to(torch.bool)
+        return _signed(negative, run.scales.view(-1, 1))
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from zeroshard.codec.base import Codec, check
 from zeroshard.codec.blocks import MAGNITUDE
 from zeroshard.errors import OptionError
+from zeroshard.native.codes import largest
 from zeroshard.policy import Numerics
 
 
@@ -60,17 +61,21 @@ class TopK(Codec):
         count, residual = self.count(values.numel()), state["residual"]
         if not count:
             return
+        places, chosen = code[: 4 * count].view(torch.int32), code[4 * count :].view(torch.float32)
+        if values.device.type == "cpu" and largest(
+            values, residual, state.get("momentum"), self.momentum, places, chosen
+        ):
+            return
         grown = values + state["momentum"] * self.momentum if self.momentum else values
         wanted = residual + grown
-        chosen = _largest(wanted, count)
-        places = _places(chosen, count)
-        code[: 4 * count].view(torch.int32).copy_(places)
-        code[4 * count :].view(torch.float32).copy_(wanted[places])
+        sent = _largest(wanted, count)
+        places.copy_(_places(sent, count))
+        torch.index_select(wanted, 0, places, out=chosen)
         finite = wanted.isfinite()
-        torch.where(finite, wanted.masked_fill(chosen, 0.0), residual, out=residual)
+        torch.where(finite, wanted.masked_fill(sent, 0.0), residual, out=residual)
         if self.momentum:
             kept = state["momentum"]
-            torch.where(finite, grown.masked_fill(chosen, 0.0), kept, out=kept)
+            torch.where(finite, grown.masked_fill(sent, 0.0), kept, out=kept)
 
     def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
         check(self, out, code, "out")

@@ -62,9 +62,11 @@ class GlooTransport(Transport):
         device: torch.device | None = None,
         timeout: float = 600.0,
         watch: Watch | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
-        self._link = Link(store, rank, size, timeout, watch)
+        self._names = names
+        self._link = Link(store, rank, size, timeout, watch, names)
         self._link.tag("mail", 0)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._lanes_used = 0
@@ -77,6 +79,11 @@ class GlooTransport(Transport):
     # Regions
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        return self.adopt(key, torch.zeros(numel, dtype=dtype))
+
+    def adopt(self, key: str, memory: torch.Tensor) -> Region:
+        """A region over flat host memory that the caller has. Collective in call order, as `allocate`."""
+        dtype = memory.dtype
         lane = self._lanes_free.pop() if self._lanes_free else self._lanes_used + 1
         self._lanes_used = max(self._lanes_used, lane)
         told = [json.loads(text) for text in self._mail(f"region '{key}'", [str(dtype), lane])]
@@ -87,7 +94,7 @@ class GlooTransport(Transport):
             )
         self._link.tag(f"reduce {lane}", 2 * lane)
         self._link.tag(f"gather {lane}", 2 * lane + 1)
-        return Region(key, torch.zeros(numel, dtype=dtype), lane)
+        return Region(key, memory, lane)
 
     def free(self, region: Region) -> None:
         self._settle(region)
@@ -112,14 +119,26 @@ class GlooTransport(Transport):
     def reduce(
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
+        return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale)
+
+    def reduce_from(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offered: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        scale: float,
+    ) -> Work:
+        """As `reduce`, with the pieces in any places of the wire: `offered[r]` is the one for rank r."""
         # Several buckets take turns on one wire, and so on its stage: what was there has been added by now.
         for move in self._pending.pop(wire, []):
             move.wait()
+        pieces = [piece.numel() for piece in offered]
         mine = pieces[self.rank]
         stage = self._stage(wire, "reduce", mine * (self.size - 1))
         landing = slices(stage, [mine] * (self.size - 1))
         receives = list(zip(self._peers, landing, strict=True)) if mine else []
-        offered = slices(wire.mine, pieces)
         sends = [(peer, offered[peer]) for peer in self._peers if pieces[peer]]
         label = f"its {kind} [{key}]"
         got, sent = self._link.start(label, f"reduce {wire.lane}", receives, sends)
@@ -274,7 +293,7 @@ class GlooTransport(Transport):
                 starts.append(got[16 + length :][:total])
                 rests.append(total - len(starts[-1]))
             if len(set(names)) > 1:
-                raise RankError(disagreement(names))
+                raise RankError(disagreement(names, self._names))
             ends = self._swap(label, payload[room:], rests) if any(rests) else [b""] * self.size
         return [start + end for start, end in zip(starts, ends, strict=True)]
 

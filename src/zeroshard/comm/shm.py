@@ -17,6 +17,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -49,10 +50,11 @@ class ShmTransport(Transport):
         size: int,
         device: torch.device | None = None,
         timeout: float = 600.0,
+        names: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
-        self._control = Control(store, rank, size, timeout)
-        self._control.progress = self._progress
+        self._control = Control(store, rank, size, timeout, names)
+        self._control.progress = self.progress
         self._dealt: list[_Dealt] = []
         self._gathers: list[_Gather] = []
         self._whereabouts = Whereabouts()
@@ -125,9 +127,28 @@ class ShmTransport(Transport):
     def reduce(
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
-        sources = self._pieces_for_me(key, wire, pieces)
-        self._count_reduce(kind, pieces, wire.mine.element_size())
-        return self._post(kind, key, wire, lambda: sum_pieces(out, sources, scale))
+        return self.reduce_blocks(kind, key, wire, pieces, [out], scale)
+
+    def reduce_blocks(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        pieces: Sequence[int],
+        outs: Sequence[torch.Tensor],
+        scale: float,
+    ) -> Work:
+        """As `reduce`, of a wire with several blocks of pieces one after another, a piece for every rank in
+        each: the sum of this rank's piece of block b goes to `outs[b]`."""
+        sums = list(zip(outs, self._sums_for_me(key, wire, pieces), strict=True))
+        for first in range(0, len(pieces), self.size):
+            self._count_reduce(kind, pieces[first : first + self.size], wire.mine.element_size())
+
+        def take() -> None:
+            for out, sources in sums:
+                sum_pieces(out, sources, scale)
+
+        return self._post(kind, key, wire, take)
 
     def deal(
         self,
@@ -160,16 +181,46 @@ class ShmTransport(Transport):
         self._dealt.append(work)
         return work
 
-    def _pieces_for_me(self, key: str, wire: Region, pieces: Sequence[int]) -> list[torch.Tensor]:
+    def _sums_for_me(self, key: str, wire: Region, pieces: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Per block, every rank's piece for this rank."""
         cached = wire.state.get(key)
         if cached is None or cached[0] != pieces:
-            start = sum(pieces[: self.rank])
-            views = [wires[start : start + pieces[self.rank]] for wires in wire.peers]
+            starts = [0, *accumulate(pieces)]
+            mine = range(self.rank, len(pieces), self.size)
+            views = [[wires[starts[i] : starts[i] + pieces[i]] for wires in wire.peers] for i in mine]
             cached = wire.state[key] = (list(pieces), views)
-        return cast("list[torch.Tensor]", cached[1])
+        return cast("list[list[torch.Tensor]]", cached[1])
 
     def gather(
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        return self._gather(kind, key, source, cuts, out, (EPOCH, self._epoch))
+
+    def hand_on(self, token: Region) -> None:
+        """What peers fetch from this rank by `gather_handed` with this token is in its place."""
+        self._control.publish(posted(token.lane), self._control.own(posted(token.lane)) + 1)
+
+    def gather_handed(
+        self,
+        kind: str,
+        key: str,
+        token: Region,
+        source: Region,
+        cuts: Cuts,
+        out: Sequence[Sequence[torch.Tensor]],
+    ) -> Work:
+        """As `gather`, of what every rank hands on itself: waits for as many `hand_on` as this rank made."""
+        ready = (posted(token.lane), self._control.own(posted(token.lane)))
+        return self._gather(kind, key, source, cuts, out, ready)
+
+    def _gather(
+        self,
+        kind: str,
+        key: str,
+        source: Region,
+        cuts: Cuts,
+        out: Sequence[Sequence[torch.Tensor]],
+        ready: tuple[int, int],
     ) -> Work:
         own = len(out[self.rank]) > 0
         slot = f"{key} {own}"
@@ -184,7 +235,7 @@ class ShmTransport(Transport):
             ]
             totals = [sum(numel for _, numel in segments) for segments in cuts]
             cached = source.state[slot] = (cuts, views, Moves(targets, views), totals)
-        work = _Gather(self, kind, key, self._epoch, cached[1], targets, cached[2])
+        work = _Gather(self, kind, key, ready, cached[1], targets, cached[2])
         self._gathers.append(work)
         self._count_gather(kind, cached[3], source.mine.element_size())
         return work
@@ -199,10 +250,14 @@ class ShmTransport(Transport):
         with self.counters.waiting("fence"):
             self._control.mail("the fence before an update", b"")
 
-    def _progress(self) -> None:
+    def progress(self) -> None:
         """Take pieces that have come while this rank waits, so that a peer can fill its wire again."""
         for work in list(self._dealt):
             work.poll()
+
+    def while_waiting(self, progress: Callable[[], object]) -> None:
+        """Call `progress` again and again while this rank waits, in place of this transport's own."""
+        self._control.progress = progress
 
     # Small agreements
 
@@ -307,28 +362,28 @@ class _Dealt:
 
 
 class _Gather:
-    """Waits for every peer's epoch, then copies."""
+    """Waits until a word of every peer says that it is ready, then copies."""
 
-    __slots__ = ("_done", "_epoch", "_key", "_kind", "_moves", "_sources", "_targets", "_transport")
+    __slots__ = ("_done", "_key", "_kind", "_moves", "_ready", "_sources", "_targets", "_transport")
 
     def __init__(
         self,
         transport: ShmTransport,
         kind: str,
         key: str,
-        epoch: int,
+        ready: tuple[int, int],
         sources: list[torch.Tensor],
         targets: list[torch.Tensor],
         moves: Moves,
     ) -> None:
-        self._transport, self._kind, self._key, self._epoch = transport, kind, key, epoch
+        self._transport, self._kind, self._key, self._ready = transport, kind, key, ready
         self._sources, self._targets, self._moves = sources, targets, moves
         self._done = False
 
     def poll(self) -> bool:
         if self._done:
             return True
-        if not self._transport._control.reached(EPOCH, self._epoch):
+        if not self._transport._control.reached(*self._ready):
             return False
         self._done = True
         if self._targets:
@@ -341,5 +396,5 @@ class _Gather:
             return
         transport = self._transport
         with transport.counters.waiting(self._kind):
-            transport._control.wait(EPOCH, self._epoch, lambda: f"its {self._kind} [{self._key}]")
+            transport._control.wait(*self._ready, lambda: f"its {self._kind} [{self._key}]")
         self.poll()

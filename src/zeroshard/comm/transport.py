@@ -62,15 +62,17 @@ class Region:
 @dataclass
 class Counters:
     """Bytes sent and received, and seconds waited for peers, by kind of traffic. `spared`: bytes that codecs
-    kept from being sent."""
+    kept from being sent; `between`: of the bytes sent, those that left the node."""
 
     sent: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
     spared: dict[str, int] = field(default_factory=dict)
+    between: dict[str, int] = field(default_factory=dict)
 
-    def add_sent(self, kind: str, count: int) -> None:
+    def add_sent(self, kind: str, count: int, between: int = 0) -> None:
         self.sent[kind] = self.sent.get(kind, 0) + count
+        self.between[kind] = self.between.get(kind, 0) + between
 
     def add_received(self, kind: str, count: int) -> None:
         self.received[kind] = self.received.get(kind, 0) + count
@@ -90,13 +92,20 @@ class Counters:
             self.add_waited(kind, perf_counter() - start)
 
     def snapshot(self) -> Counters:
-        return Counters(dict(self.sent), dict(self.received), dict(self.waited), dict(self.spared))
+        return Counters(
+            dict(self.sent),
+            dict(self.received),
+            dict(self.waited),
+            dict(self.spared),
+            dict(self.between),
+        )
 
     def reset(self) -> None:
         self.sent.clear()
         self.received.clear()
         self.waited.clear()
         self.spared.clear()
+        self.between.clear()
 
 
 class Transport(ABC):
@@ -114,6 +123,18 @@ class Transport(ABC):
         self.size = size
         self.device = device
         self.counters = Counters()
+        self.nodes: Sequence[int] = [0] * size
+        self._far: list[int] = []
+
+    def place(self, nodes: Sequence[int]) -> None:
+        """Say which node each rank is on, so that traffic is counted by link."""
+        self.nodes = nodes
+        self._far = [rank for rank, node in enumerate(nodes) if node != nodes[self.rank]]
+
+    def cache(self, region: Region, cuts: Cuts) -> int:
+        """Keep inside the node what gathers of `region` bring from other nodes, until the next epoch.
+        Collective. The bytes that it costs this rank: none where nothing is kept."""
+        return 0
 
     @abstractmethod
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
@@ -210,25 +231,26 @@ class Transport(ABC):
         """Give everything back. May be called again."""
 
     def _count_reduce(self, kind: str, pieces: Sequence[int], itemsize: int) -> None:
-        mine = pieces[self.rank]
-        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize)
+        mine, far = pieces[self.rank], sum(pieces[rank] for rank in self._far)
+        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize, far * itemsize)
         self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
 
     def _count_deal(self, kind: str, sent: Sequence[int], received: Sequence[int]) -> None:
         """Bytes to and from each rank; what a rank keeps does not travel."""
-        self.counters.add_sent(kind, sum(sent) - sent[self.rank])
+        far = sum(sent[rank] for rank in self._far)
+        self.counters.add_sent(kind, sum(sent) - sent[self.rank], far)
         self.counters.add_received(kind, sum(received) - received[self.rank])
 
     def _count_gather(self, kind: str, totals: Sequence[int], itemsize: int) -> None:
         """`totals`: elements that each rank offers."""
-        mine = totals[self.rank]
-        self.counters.add_sent(kind, mine * (self.size - 1) * itemsize)
-        self.counters.add_received(kind, (sum(totals) - mine) * itemsize)
+        mine = totals[self.rank] * itemsize
+        self.counters.add_sent(kind, mine * (self.size - 1), mine * len(self._far))
+        self.counters.add_received(kind, sum(totals) * itemsize - mine)
 
     def _count_broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if self.rank == source:
-            self.counters.add_sent("broadcast", total * (self.size - 1))
+            self.counters.add_sent("broadcast", total * (self.size - 1), total * len(self._far))
         else:
             self.counters.add_received("broadcast", total)
 

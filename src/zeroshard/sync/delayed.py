@@ -87,7 +87,7 @@ class DelayedGradients(Gradients):
                     self._clear_flags(bucket)
                 self._show(bucket)
                 bucket.used = newer
-        self._next = 0
+        self._over()
 
     def _clear_flags(self, bucket: Bucket) -> None:
         assert bucket.landed is not None
