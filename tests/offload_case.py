@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 
 import zeroshard as zs
 from zeroshard import build, host, place
+from zeroshard.balance import heaviest
 from zeroshard.config import Options
 from zeroshard.host import HostUpdates
-from zeroshard.memory import Setup, demands_of, heaviest
+from zeroshard.memory import Setup, demands_of
 from zeroshard.part import Part
 from zeroshard.planning import blocks_of, rules_of
 
