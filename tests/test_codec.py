@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +53,7 @@ quick = settings(max_examples=40, deadline=None, derandomize=True, database=None
     ids=repr,
 )
 def test_bytes_against_fp32(codec: Codec, factor: float) -> None:
-    for numel in (100_000, 1_000_003):
+    for numel in (20_000, 1_000_003):
         assert 4 * numel / codec.wire_bytes(numel) >= factor - 1e-4
 
 
@@ -58,7 +61,7 @@ def test_bytes_against_fp32(codec: Codec, factor: float) -> None:
 def test_sizes_are_closed_forms(codec: Codec) -> None:
     assert codec.wire_bytes(0) == 0
     for numel in (0, 1, 5, 63, 64, 1000):
-        assert codec.wire_bytes(numel) % 4 == 0
+        assert codec.wire_bytes(numel) % 16 == 0
         assert codec.state_bytes(numel) == sum(tensor.nbytes for tensor in codec.state(numel).values())
 
 
@@ -168,17 +171,16 @@ class Signs(Codec):
     feedback = True
 
     def wire_bytes(self, numel: int) -> int:
-        return -(-numel // 4) * 4
+        return numel
 
     def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
         wanted = values + state["residual"]
         signs = wanted.sign()
-        code.zero_()
-        code[: values.numel()].view(torch.int8).copy_(signs)
+        code.view(torch.int8).copy_(signs)
         state["residual"].copy_(wanted - self.size * signs)
 
     def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
-        values = code[: out.numel()].view(torch.int8).float() * self.size
+        values = code.view(torch.int8).float() * self.size
         out.add_(values) if add else out.copy_(values)
 
 
@@ -190,6 +192,22 @@ def test_a_codec_of_ones_own_is_one_small_class() -> None:
     assert codec.state_bytes(3) == 12
     assert codec.active(0)
     assert from_settings({"kind": "Signs", "size": 0.1}) == codec
+
+
+def test_the_codec_in_the_documentation_works() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "communication.md").read_text(encoding="utf-8")
+    (block,) = (part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class " in part)
+    names: dict[str, Any] = {"__name__": "documentation"}
+    exec(block, names)
+    codec, state = names["Float8"](), names["Float8"]().state(1000)
+    sent = wanted = torch.zeros(1000, dtype=torch.float64)
+    for step in range(20):
+        sent, wanted = sent + send(codec, normal(1000, step), state), wanted + normal(1000, step)
+    assert (sent - wanted).abs().max() > 0.01
+    assert (sent + state["residual"] - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    found = send(codec, torch.tensor([1.0, float("nan")]), state := codec.state(2))
+    assert found.isnan().tolist() == [False, True]
+    assert state["residual"].isfinite().all()
 
 
 def test_examples_in_docstrings_run() -> None:
@@ -244,7 +262,7 @@ def test_wrong_tensors() -> None:
         codec.encode(values.double(), code[:-1], {}, 0)
     with pytest.raises(OptionError, match=r"`values` is torch.float32 of shape \(2, 4\)"):
         codec.encode(values.view(2, 4), code[:-1], {}, 0)
-    with pytest.raises(OptionError, match="`code` holds 13 bytes; 8 values take 12"):
+    with pytest.raises(OptionError, match="`code` holds 33 bytes; 8 values take 32"):
         codec.encode(values, code, {}, 0)
     with pytest.raises(OptionError, match="`code` begins at byte 1 of its storage"):
         codec.encode(values, code[1:], {}, 0)

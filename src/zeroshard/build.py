@@ -7,6 +7,7 @@ ever holds a whole model that it does not keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,6 +26,7 @@ from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
+from .routes import check_patterns, routes_of
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
@@ -75,10 +77,10 @@ class Builder:
         slots = self._slots(tenants)
         if self.host is not None:
             for unit in units:
-                rest = self.placement[unit.label].optimizer
-                if rest != "device":
+                place = self.placement[unit.label]
+                if place.optimizer != "device":
                     for key, dtypes, group in self._groups(unit):
-                        self.host.plan(key, group, slots, dtypes, rest)
+                        self.host.plan(key, group, slots, dtypes, place)
             self.host.open(self.transport)
         fresh = _Materialiser(self.model, self.device, init, self.transport)
         live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
@@ -149,7 +151,7 @@ class Builder:
 
     def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
         return [
-            self._bundle(key, tenants, slots, dtypes, self._rests(unit), fresh)
+            self._bundle(key, tenants, slots, dtypes, self._rests(unit, key), fresh)
             for key, dtypes, tenants in self._groups(unit)
         ]
 
@@ -164,7 +166,17 @@ class Builder:
     ) -> Bundle:
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
         transport = self.transport
-        bundle = Bundle(key, pack, dtypes, rests, transport, self.runtime.pool, self.ledger, self.copies)
+        bundle = Bundle(
+            key,
+            pack,
+            dtypes,
+            rests,
+            transport,
+            self.runtime.pool,
+            self.ledger,
+            self.copies,
+            self.options.gather,
+        )
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
         if self.host is not None and rests.state != "device":
@@ -176,13 +188,16 @@ class Builder:
             start, stop = slot.rows(transport.rank)
             rows = value[start:stop] if slot.shape else value
             with torch.no_grad():
-                (full[index].copy_(value) if full is not None else compute[index].copy_(rows))
-                if local[index].data_ptr() != compute[index].data_ptr():
-                    local[index].copy_(rows)
+                if full is not None:
+                    full[index].copy_(value)
+                elif rests.rows != "disk":
+                    compute[index].copy_(rows)
                 if tenant.name in masters:
                     # The weight too: where a value lies half way between two of bf16, `split` does not round
                     # as `copy_` does.
                     masters[tenant.name].write(0, rows.float().cpu().reshape(-1).contiguous())
+                elif local[index].data_ptr() != compute[index].data_ptr():
+                    local[index].copy_(rows)
             leaf = leaf_of(
                 full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad
             )
@@ -192,29 +207,35 @@ class Builder:
             fresh.done(tenant)
         return bundle
 
-    def _rests(self, unit: Unit) -> Rests:
+    def _rests(self, unit: Unit, key: str) -> Rests:
         place = self.placement[unit.label]
-        streamed = place.parameters != "device"
+        rows = self.host.rows_of.get(key, place.parameters) if self.host is not None else place.parameters
+        streamed = rows != "device"
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
-        return Rests(resident, place.optimizer, place.parameters)
+        return Rests(resident, place.optimizer, rows)
 
     # ------------------------------------------------------------------ the pace
 
     def _pace(self, params: list[Param]) -> Pace:
         """The policy at work. A choice of policies shares what it can: one set of buckets for all that
-        reduce every step."""
+        reduce every step through the same codecs."""
         sync = self.options.sync
         choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
         paces: dict[EveryStep | Delayed | Local, Pace] = {}
-        reducing = [choice for choice in choices if not isinstance(choice, Local)]
-        if reducing:
-            gradients = self._gradients(params)
-            delays = isinstance(gradients, (DelayedGradients, DelayedLocalGradients))
-            pace = DelayedPace(gradients, self.transport.rank) if delays else Pace(gradients)  # type: ignore[arg-type]
-            paces |= dict.fromkeys(reducing, pace)
+        sets: dict[object, list[EveryStep | Delayed | Local]] = {}
         for choice in choices:
             if isinstance(choice, Local):
                 paces[choice] = self._local_pace(choice, params)
+            else:
+                own = choice.compress if isinstance(choice, EveryStep) and self.transport.size > 1 else None
+                sets.setdefault(own, []).append(choice)
+        for codecs, members in sets.items():
+            options = self.options if codecs is None else replace(self.options, compress=routes_of(codecs))
+            gradients = self._gradients(params, options, any(isinstance(m, Delayed) for m in members))
+            if isinstance(gradients, (DelayedGradients, DelayedLocalGradients)):
+                paces |= dict.fromkeys(members, DelayedPace(gradients, self.transport.rank))
+            else:
+                paces |= dict.fromkeys(members, Pace(gradients))
         if isinstance(sync, Adaptive):
             return AdaptivePace(sync, paces, self.transport, self.runtime.updates)
         return paces[sync]
@@ -226,21 +247,17 @@ class Builder:
         pace.divide(trained, self.options.bucket_bytes, self.ledger)
         return pace
 
-    @property
-    def _delays(self) -> bool:
-        sync = self.options.sync
-        return any(isinstance(c, Delayed) for c in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
-
     # ------------------------------------------------------------------ gradients
 
-    def _gradients(self, params: list[Param]) -> Gradients | LocalGradients:
+    def _gradients(self, params: list[Param], options: Options, delays: bool) -> Gradients | LocalGradients:
+        """A set of buckets, and what counts the arrivals for them."""
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
-        dtypes = {p.name: sort_of(p, self.options).dtypes for p in trainable}
+        dtypes = {p.name: sort_of(p, options).dtypes for p in trainable}
         by_name = {p.name: p for p in params}
         sinks: dict[str, Sink] = {}
         if self.host is not None:
-            counted = self.transport.rank == 0 or self.options.stage == 0
+            counted = self.transport.rank == 0 or options.stage == 0
             sinks = self.host.sinks(
                 by_name, {name: landed for name, (_, landed) in dtypes.items()}, self.faces, counted
             )
@@ -256,17 +273,18 @@ class Builder:
                 )
                 for plot in plots
             ]
-            kind = DelayedLocalGradients if self._delays else LocalGradients
+            kind = DelayedLocalGradients if delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         align = self.host.align if self.host is not None else ALIGN
-        wiring = Wiring(self.options, self.transport, self.device, self.ledger, self._delays, align)
+        check_patterns(options.compress, [p.name for p in trainable])
+        wiring = Wiring(options, self.transport, self.device, self.ledger, delays, align)
         made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
         for bucket in made:
             bucket.sink = sinks.get(bucket.params[0].name)
         gradients = (
             DelayedGradients(made, self.transport, self.faces, self.ledger)
-            if self._delays
-            else Gradients(made, self.transport, self.faces, self.options.stage, self.ledger)
+            if delays
+            else Gradients(made, self.transport, self.faces, options.stage, self.ledger)
         )
         gradients.desk = wiring.desk
         return gradients
@@ -274,10 +292,16 @@ class Builder:
 
 def _check_offload(options: Options, transport: Transport) -> None:
     assert options.offload is not None
-    if options.offload.parameters == "host" and transport.size > 1 and not options.shards_params:
+    rests = options.offload.parameters
+    if rests in ("host", "disk") and transport.size > 1 and not options.shards_params:
         raise OptionError(
-            f'Offload(parameters="host") streams parameters unit by unit, which stage {options.stage} '
+            f'Offload(parameters="{rests}") streams parameters unit by unit, which stage {options.stage} '
             "does not: pass stage=3."
+        )
+    if rests == "disk" and transport.size > 1:
+        raise OptionError(
+            f'Offload(parameters="disk") is for one rank, and these are {transport.size}: peers read '
+            'rows from memory. Pass parameters="host"; the optimizer state may be on the disk.'
         )
 
 

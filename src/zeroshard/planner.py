@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
+from .balance import heaviest
 from .config import Offload, Options, Precision, Stage
 from .machine import Machine
-from .memory import Setup, heaviest
+from .memory import Setup
 from .plan import Candidate, Placing, settings_of
 from .pricing import seconds_of, sent_by_rank
 from .shapes import WIDTHS, Block, Rule

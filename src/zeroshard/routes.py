@@ -8,7 +8,7 @@ from typing import Any
 
 from .codec import Codec
 from .errors import OptionError
-from .policy import Adaptive, Local, Sync
+from .policy import Adaptive, EveryStep, Local, Sync
 
 #: Patterns of parameter names and the codec of each, None: as they are. The first that matches counts.
 Routes = tuple[tuple[str, Codec | None], ...]
@@ -66,6 +66,9 @@ def check_patterns(routes: Routes, names: Iterable[str]) -> None:
 def check_compress(routes: Routes, sync: Sync) -> None:
     """Whether any gradients travel that a codec could make smaller."""
     choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
+    for choice in choices:
+        if isinstance(choice, EveryStep):
+            routes_of(choice.compress)
     if routes and all(isinstance(choice, Local) for choice in choices):
         raise OptionError(
             "compress= encodes gradients, and with sync=Local(...) none travel: ranks meet by their "
@@ -83,7 +86,7 @@ def check_gather(codec: object, stage: int, offloads: bool) -> None:
     if codec.state_names or not codec.active(0):
         raise OptionError(
             f"gather={codec!r}: parameters are encoded afresh every step, so a codec for them keeps no state "
-            "and needs no warm-up. Pass zs.Int8(), zs.Int4() or zs.Cast(...) without feedback."
+            "and needs no warm-up. Pass zs.Int8(), zs.Int4(feedback=False) or zs.Cast(...)."
         )
     if stage == 0:
         raise OptionError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -198,8 +198,15 @@ class AdaptivePace(Pace):
         return [kept for pace in paces for kept in pace.kept(wanted)]
 
     def private(self) -> list[Private]:
-        gradients = {id(pace.gradients): pace.gradients for pace in self.paces}
-        return [private for held in gradients.values() for private in held.private()]
+        found, seen = [], set[int]()
+        for choice, pace in zip(self.policy.choices, self.paces, strict=True):
+            if id(pace.gradients) not in seen:
+                seen.add(id(pace.gradients))
+                own = choice.compress if isinstance(choice, EveryStep) else None
+                # Several codecs keep something about the same parameter.
+                of = "" if own is None else f" of {own!r}"
+                found += [replace(held, key=held.key + of) for held in pace.gradients.private()]
+        return found
 
     def values(self) -> dict[str, Any]:
         names = [repr(choice) for choice in self.policy.choices]
