@@ -96,7 +96,8 @@ class CodedBucket(Bucket):
     def fill(self) -> None:
         """Copy the gradients of the leaves to the desk, let them go, and encode every piece."""
         super().fill()
-        torch._foreach_zero_(self._holes)
+        if self._holes:
+            torch._foreach_zero_(self._holes)
         route, desk, rank = self._route, self.desk, self.transport.rank
         codec, way = route.codec, route.way
         into = desk.code if self._mirrored else self.wire.mine
@@ -146,14 +147,17 @@ class CodedBucket(Bucket):
             out.copy_(total)
 
     def private(self) -> list[Private]:
+        def key(name: str) -> str:
+            return f"{name} of {self.codec!r}"
+
         records = [
             private
             for name, tensor in self.state.items()
-            for private in in_wire(self.pack, tensor, f"codec {name}")
+            for private in in_wire(self.pack, tensor, key(name))
         ]
         if self.rounds:
             records += [
-                Private(f"(sum of {self.label}, {tensor.numel()})", f"codec {name}", ((0, tensor),), "reset")
+                Private(f"(sum of {self.label}, {tensor.numel()})", key(name), ((0, tensor),), "reset")
                 for name, tensor in self._again.items()
                 if tensor.numel()
             ]
