@@ -126,7 +126,7 @@ def train(options: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
 def measure(name: str, steps: int, seeds: int) -> Outcome:
     losses, told = [], {}
     for seed in range(seeds):
-        everyone = ranks(WORLD).run(train, WAYS[name], steps, seed)
+        everyone = ranks(WORLD).run(train, WAYS[name], steps, seed, timeout=3600)
         told = everyone[0]
         losses.append(statistics.fmean(rank["loss"] for rank in everyone))
     return Outcome(name, losses, told["sent"], told["uncompressed"], told["error"], told["seconds"])
@@ -164,9 +164,9 @@ def main() -> None:
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         tokens = WORLD * ROWS * 128
         about = (
-            f"# Codecs together, {today}\n\nGPT of the demo ({VOCABULARY} tokens, 4 blocks, width 128), fp32, "
-            f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds: {asked.seeds}. Norms travel as they "
-            "are. Bytes are the mean of all steps, warm-up included. "
+            f"# Codecs together, {today}\n\nGPT of the demo ({VOCABULARY} tokens, 4 blocks), fp32, "
+            f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds: {asked.seeds}. Norms travel as "
+            "they are. Bytes are the mean of all steps, warm-up included. "
             f"`python benchmarks/together.py --steps {asked.steps} --seeds {asked.seeds} --out`, "
             f"commit {provenance.commit()}, torch {torch.__version__}, {provenance.hardware()}.\n\n{text}\n"
         )
