@@ -17,7 +17,8 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.config import Options
 from zeroshard.layout import FlatPack, Pack
-from zeroshard.memory import Setup, buffers_of, closed_form, gathered, heaviest, imbalance
+from zeroshard.lending import gathered
+from zeroshard.memory import Setup, buffers_of, closed_form, heaviest, imbalance
 from zeroshard.planning import blocks_of, rules_of
 from zeroshard.shapes import Block, Weight
 from zeroshard.testing import ranks

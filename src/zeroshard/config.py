@@ -259,7 +259,7 @@ class Options:
     bucket_bytes: int = 25 * 2**20
     prefetch: int = 1
     recompute: tuple[str, ...] | bool = False
-    split: Literal["auto", "rows", "whole"] = "auto"
+    split: Literal["auto", "rows", "level", "whole"] = "auto"
     buffers: Literal["broadcast", "local"] = "broadcast"
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     offload: Offload | None = None
@@ -297,7 +297,7 @@ class Options:
                 "device. Drop one of them; sync=Delayed() works with offload."
             )
         for name, known in (
-            ("split", ("auto", "rows", "whole")),
+            ("split", ("auto", "rows", "level", "whole")),
             ("buffers", ("broadcast", "local")),
             ("transport", ("auto", "shm", "gloo", "nccl")),
         ):
@@ -340,7 +340,7 @@ class OptionKeys(TypedDict, total=False):
     bucket_bytes: int | str
     prefetch: int
     recompute: bool | str | Sequence[str]
-    split: Literal["auto", "rows", "whole"]
+    split: Literal["auto", "rows", "level", "whole"]
     buffers: Literal["broadcast", "local"]
     transport: Literal["auto", "shm", "gloo", "nccl"]
     offload: Offload | None

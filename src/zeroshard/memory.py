@@ -8,32 +8,24 @@ padding nor buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 
 from .config import Options
-from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
-from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
-from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
+from .division import Division
+from .layout import aligned
+from .lending import gathered
+from .meeting import gradient_bytes, meeting_bytes, stage_bytes
+from .placement import Budget, Buffering, Bytes, Demand, Placement, Rest, Wish, arrange
+from .shapes import GRAIN, WIDTHS, Buffers
 
-RING = 3  # wires in flight from stage 2 on, as in `build`
-NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
+# What setups that differ in the units that they recompute have in common.
+_SHARED = ("places", "slots", "bundles", "parts", "buckets", "stage", "bucket_of", "trainable", "_dtypes")
 
 
 @dataclass(frozen=True)
-class Setup:
-    """All that the bytes of a run depend on. `overlaps`: gathers run ahead (any transport but shared
-    memory); `rank`: whose bytes."""
-
-    units: tuple[Block, ...]
-    options: Options
-    world: int
-    rules: tuple[Rule, ...] = (Rule(),)
-    rank: int = 0
-    overlaps: bool = True
-    placement: Placement | None = None  # decided already; else `places` decides
+class Setup(Division):
+    """A division and its bytes, each reckoned once."""
 
     @cached_property
     def places(self) -> Placement:
@@ -47,189 +39,50 @@ class Setup:
             return Placement.uniform(labels, offload.optimizer, offload.parameters)
         return placed(self)
 
-    def place(self, bundle: Bundle) -> Place:
-        return self.places[bundle.unit or ROOT]
-
     @cached_property
-    def slots(self) -> dict[str, Slot]:
-        split = self.options.split
-        weights = [w for unit in self.units for w in unit.weights]
-        whole = {
-            w.name
-            for w in weights
-            if w.rule >= 0 and (split == "whole" or (split == "auto" and not self.rules[w.rule].by_rows))
-        }
-        result: dict[str, Slot] = {}
-        kinds: tuple[tuple[Split, bool], ...] = (("rows", False), ("whole", True))
-        for kind, chosen in kinds:
-            group = [(w.name, w.shape) for w in weights if (w.name in whole) == chosen]
-            made = slots_for(group, self.world, kind if self.options.shards_state else "copy")
-            result |= {slot.name: slot for slot in made}
-        return result
+    def demands(self) -> tuple[list[Demand], Buffering]:
+        """See `demanded`."""
+        return demanded(self)
 
-    def streams(self, bundle: Bundle) -> bool:
-        """Whether its compute weights rest off the device."""
-        return self.place(bundle).parameters != "device"
+    def placed_as(self, placement: Placement) -> Setup:
+        """The same with every unit's tiers decided. What does not depend on them is not reckoned again."""
+        made = replace(self, placement=placement)
+        made.__dict__.update(slots=self.slots, bundles=self.bundles)
+        return made
 
-    def keeps(self, bundle: Bundle) -> bool:
-        """Whether its leaves are always whole on the device."""
-        return not self.streams(bundle) and (not self.options.shards_params or self.world == 1)
+    def bundled_as(self, options: Options) -> Setup:
+        """Other options that divide and bundle tensors in the same way."""
+        made = replace(self, options=options)
+        shared = ("slots", "bundles", "trainable", "_dtypes")
+        made.__dict__.update({name: getattr(self, name) for name in shared})
+        return made
 
-    @property
-    def streamed(self) -> bool:
-        """Whether any weights rest off the device."""
-        return any(self.streams(bundle) for bundle in self.bundles)
-
-    @property
-    def resident(self) -> bool:
-        """Whether all leaves are always whole on the device."""
-        return all(self.keeps(bundle) for bundle in self.bundles)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether any state rests off the device."""
-        return any(place.optimizer != "device" for place in self.places)
-
-    def recomputes(self, unit: str) -> bool:
-        return unit in self._recomputed
-
-    @cached_property
-    def _recomputed(self) -> frozenset[str]:
-        wanted, names = self.options.recompute, [unit.name for unit in self.units if unit.name]
-        if isinstance(wanted, bool):
-            return frozenset(names if wanted else ())
-        exact = set(wanted)
-        patterns = [pattern for pattern in wanted if any(mark in pattern for mark in "*?[")]
-        return frozenset(n for n in names if n in exact or any(fnmatchcase(n, p) for p in patterns))
-
-    def state_rest(self, bundle: Bundle) -> Rest:
-        return self.place(bundle).optimizer
-
-    def own_master(self, bundle: Bundle) -> bool:
-        """Whether there is a master on the device beside the compute weights."""
-        differs = bundle.master != bundle.compute or self.streams(bundle)
-        return differs and self.state_rest(bundle) == "device"
-
-    @property
-    def align(self) -> int:
-        return BLOCK if self.options.offload is not None and self.options.offload.moments == "int8" else ALIGN
-
-    def dtypes(self, weight: Weight) -> tuple[str, str]:
-        """Compute and master dtype."""
-        precision = self.options.precision
-        if precision is None or not weight.dtype.startswith(("float", "bfloat")):
-            return weight.dtype, weight.dtype
-        keeps = any(fnmatchcase(weight.name, pattern) for pattern in precision.keep)
-        return (precision.master if keeps else precision.compute), precision.master
-
-    def grad_dtypes(self, weight: Weight) -> tuple[str, str]:
-        """What travels, and what `p.grad` is."""
-        precision, compute = self.options.precision, self.dtypes(weight)[0]
-        if precision is None or compute == precision.master:
-            return compute, compute
-        return precision.wire, precision.landed
-
-    @cached_property
-    def bundles(self) -> list[Bundle]:
-        result = []
-        for unit in self.units:
-            groups: dict[tuple[str, str], list[Weight]] = {}
-            for weight in unit.weights:
-                groups.setdefault(self.dtypes(weight), []).append(weight)
-            result += [
-                Bundle(unit.name, compute, master, tuple(ws), tuple(self.slots[w.name] for w in ws))
-                for (compute, master), ws in groups.items()
-            ]
-        return result
-
-    @cached_property
-    def parts(self) -> list[Part]:
-        """What rests off the device, in the order in which it is made."""
-        offload, result = self.options.offload, []
-        if offload is None:
-            return []
-        for bundle in self.bundles:
-            if self.state_rest(bundle) == "device":
-                continue
-            groups: dict[int, list[Weight]] = {}
-            for weight in bundle.weights:
-                if weight.trainable and weight.rule >= 0:
-                    groups.setdefault(weight.rule, []).append(weight)
-            for number, members in groups.items():
-                by_name = {w.name: w for w in members}
-                sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
-                for names in buckets(sizes, offload.stage_bytes):
-                    numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
-                    native = self._native(self.rules[number], bundle.master)
-                    splits = native and offload.master == "split" and bundle.compute == "bfloat16"
-                    result.append(
-                        Part(
-                            tuple(by_name[n] for n in names),
-                            numel,
-                            native,
-                            splits,
-                            bundle.compute,
-                            bundle.master,
-                            self.rules[number],
-                            bundle.unit,
-                            self.state_rest(bundle),
-                        )
-                    )
-        return result
-
-    def _native(self, rule: Rule, master: str) -> bool:
-        precision = self.options.precision
-        scaled = precision is not None and precision.compute == "float16"
-        return (
-            self.options.clip_norm is not None and rule.name in NATIVE and master == "float32" and not scaled
-        )
-
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """Gradients that are reduced together, in the order in which they go out."""
-        parts = [(part.weights, part) for part in self.parts]
-        taken = {w.name for weights, _ in parts for w in weights}
-        trainable = sorted((w for u in self.units for w in u.weights if w.trainable), key=lambda w: -w.number)
-        groups: dict[tuple[str, str], list[tuple[tuple[Weight, ...], Part | None]]] = {}
-        for weights, part in parts:
-            groups.setdefault(self.grad_dtypes(weights[0]), []).append((weights, part))
-        by_name = {w.name: w for w in trainable}
-        pairs = {w.name: self.grad_dtypes(w) for w in trainable}
-        for pair in dict.fromkeys(pairs.values()):
-            sizes = [
-                (w.name, w.numel * WIDTHS[pair[0]])
-                for w in trainable
-                if pairs[w.name] == pair and w.name not in taken
-            ]
-            groups.setdefault(pair, []).extend(
-                (tuple(by_name[n] for n in names), None)
-                for names in buckets(sizes, self.options.bucket_bytes)
-            )
-        result: list[Bucket] = []
-        flat = self.options.stage == 0
-        for (wire, landed), members in groups.items():
-            members.sort(key=lambda member: -max(w.number for w in member[0]))
-            result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat)
-                for ws, part in members
-            ]
-        return result
+    def within(self, device_bytes: int | None) -> Setup:
+        """The same ``auto`` with another share of the device."""
+        offload = self.options.offload
+        assert offload is not None
+        options = replace(self.options, offload=replace(offload, device_bytes=device_bytes))
+        made = replace(self, options=options)
+        made.__dict__.update(slots=self.slots, bundles=self.bundles, demands=self.demands)
+        return made
 
     @cached_property
     def held(self) -> Buffers:
         """`buffers_of` this, reckoned once."""
         return buffers_of(self)
 
+    @cached_property
+    def stage(self) -> int:
+        """`stage_bytes` of this, reckoned once."""
+        return stage_bytes(self)
+
     def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
         """The same with other units recomputed: of all bytes only those of gathered units depend on it."""
         made = replace(self, options=replace(self.options, recompute=recompute))
-        shared = {name: getattr(self, name) for name in ("places", "slots", "bundles", "parts", "buckets")}
-        made.__dict__.update(shared, held=replace(self.held, gathered=gathered(made)))
+        shared = {name: getattr(self, name) for name in _SHARED}
+        made.__dict__.update(shared)
+        made.__dict__["held"] = replace(self.held, gathered=gathered(made))
         return made
-
-    def _grad_slot(self, weight: Weight) -> Slot:
-        slot = self.slots[weight.name]
-        return replace(slot, split="rows") if self.world > 1 and slot.split == "copy" and slot.shape else slot
 
 
 def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:
@@ -268,9 +121,10 @@ def buffers_of(setup: Setup) -> Buffers:
     """Every lasting buffer of a rank once its run has taken a step or two."""
     return (
         _weights(setup)
-        + _gradients(setup)
+        + gradient_bytes(setup)
+        + meeting_bytes(setup)
         + _host(setup)
-        + Buffers(state=_moments(setup, host=False), gathered=gathered(setup))
+        + Buffers(state=_moments(setup, host=False).total(), gathered=gathered(setup))
     )
 
 
@@ -284,40 +138,9 @@ def _weights(setup: Setup) -> Buffers:
     return total
 
 
-def _gradients(setup: Setup) -> Buffers:
-    """Wires and landings. One rank has neither: the leaf's gradient becomes the home's, and lasts until
-    `zero_grad`."""
-    if setup.world == 1:
-        alone = [b for b in setup.buckets if b.part is None]
-        return Buffers(gradients=sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights))
-    stage, rank = setup.options.stage, setup.rank
-    wires, landed, whole, reduced = 0, 0, 0, 0
-    groups: dict[tuple[str, str], list[Bucket]] = {}
-    for bucket in setup.buckets:
-        groups.setdefault((bucket.wire, bucket.landed), []).append(bucket)
-    for (wire, dtype), members in groups.items():
-        if setup.options.shards_grads:
-            numel = min(RING, len(members)) * max(b.wire_numel for b in members)
-        else:
-            numel = sum(b.wire_numel for b in members)
-        pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
-        if stage == 0:  # where dtypes agree, the wire is the gradient
-            whole += numel * WIDTHS[dtype]
-            if dtype != wire:
-                wires += numel * WIDTHS[wire]
-                reduced += pieces
-            continue
-        wires += numel * WIDTHS[wire]
-        if stage > 1 or dtype != wire:
-            landed += pieces
-    if stage == 1:
-        return Buffers(gradients=wires + landed)
-    return Buffers(gradients=whole + landed, buckets=wires + reduced)
-
-
 def _host(setup: Setup) -> Buffers:
     offload = setup.options.offload
-    moments = _moments(setup, host=True)
+    moments = _moments(setup, host=True).total()
     if offload is None:
         return Buffers(host=moments)
     int8, host, disk, native = offload.moments == "int8", 0, [], []
@@ -338,103 +161,65 @@ def placed(setup: Setup) -> Placement:
     """What ``auto`` comes to: every unit's bytes in each tier, within the budgets of the options."""
     offload = setup.options.offload
     assert offload is not None
-    labels = [unit.label for unit in setup.units]
-
-    def there(rest: Rest) -> Setup:
-        return replace(
-            setup, placement=Placement.uniform(labels, rest, "device" if rest == "device" else "host")
-        )
-
-    near, host, disk = there("device"), there("host"), there("disk")
     by_rows = setup.world > 1 and not setup.options.shards_params  # streams no parameters
-    demands = []
-    for unit in setup.units:
-        weights = [_weight_bytes(way, unit.name) for way in (near, host, disk)]
-        state = [_state_bytes(way, unit.name) for way in (near, host, disk)]
-        demands.append(Demand(unit.label, Bytes(*state), Bytes(*weights)))
-    whole = _host(disk)
-    buffering = Buffering(
-        gathered(host) if setup.world == 1 else 0, _host(host).staging, whole.host - _moments(disk, host=True)
-    )
     wish = Wish(offload.optimizer, offload.parameters, ("device",) if by_rows else ("device", "host"))
     budget = Budget(offload.device_bytes, offload.host_bytes, None if offload.path is not None else 0)
+    demands, buffering = setup.demands
     return arrange(demands, budget, wish, buffering)
 
 
-def _weight_bytes(setup: Setup, unit: str) -> int:
-    return sum(
-        WIDTHS[b.compute] * (b.full if setup.keeps(b) else b.body(setup.rank))
-        for b in setup.bundles
-        if b.unit == unit
+def demanded(setup: Setup) -> tuple[list[Demand], Buffering]:
+    """What every unit takes in each tier, and what offloading itself takes: whatever the budgets are."""
+    labels = [unit.label for unit in setup.units]
+
+    def there(rest: Rest) -> Setup:
+        return setup.placed_as(Placement.uniform(labels, rest, "device" if rest == "device" else "host"))
+
+    near, host, disk = there("device"), there("host"), there("disk")
+    weights = [_weights_by_unit(way) for way in (near, host, disk)]
+    state = [_state_by_unit(way, away) for way, away in ((near, False), (host, True), (disk, True))]
+    demands = [
+        Demand(unit.label, Bytes(*(s[unit.name] for s in state)), Bytes(*(w[unit.name] for w in weights)))
+        for unit in setup.units
+    ]
+    return demands, Buffering(
+        gathered(host) if setup.world == 1 else 0,
+        _host(host).staging,
+        _host(disk).host - _moments(disk, host=True).total(),
     )
 
 
-def _state_bytes(setup: Setup, unit: str) -> int:
-    """Master and moments of one unit, in the tier that this setup puts them in."""
-    offload = setup.options.offload
-    assert offload is not None
-    int8, total = offload.moments == "int8", 0
-    for part in setup.parts:
-        if part.unit == unit:
-            landed = WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
-            size = part.disk_bytes(int8) if part.rest == "disk" else part.state_bytes(int8)
-            total += size + (0 if part.native else part.numel * landed)
-    masters = sum(
-        WIDTHS[b.master] * b.body(setup.rank) for b in setup.bundles if b.unit == unit and setup.own_master(b)
-    )
-    rest = setup.places[unit or ROOT].optimizer
-    return total + masters + _moments(setup, host=rest != "device", unit=unit)
-
-
-def _moments(setup: Setup, host: bool, unit: str | None = None) -> int:
-    """State that torch's own optimizer makes at its first step, beside the rows that it updates. Scalars
-    are not counted."""
-    total = 0
-    native = {w.name for part in setup.parts if part.native for w in part.weights}
-    for bundle in setup.bundles:
-        if (setup.state_rest(bundle) != "device") == host and unit in (None, bundle.unit):
-            for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
-                if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
-                    total += slot.held(setup.rank) * WIDTHS[bundle.master] * setup.rules[weight.rule].moments
+def _weights_by_unit(setup: Setup) -> Counter[str]:
+    total = Counter[str]()
+    for b in setup.bundles:
+        total[b.unit] += WIDTHS[b.compute] * (b.full if setup.keeps(b) else b.body(setup.rank))
     return total
 
 
-def gathered(setup: Setup) -> int:
-    """Bytes of the pool's buffers after a training step: what ever was lent at one time, size by size.
+def _state_by_unit(setup: Setup, away: bool) -> Counter[str]:
+    """Master and moments of every unit, in the tier that this setup puts all of them in."""
+    offload = setup.options.offload
+    assert offload is not None
+    int8, total = offload.moments == "int8", _moments(setup, host=away)
+    for part in setup.parts:
+        landed = WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
+        size = part.disk_bytes(int8) if part.rest == "disk" else part.state_bytes(int8)
+        total[part.unit] += size + (0 if part.native else part.numel * landed)
+    for b in setup.bundles:
+        if setup.own_master(b):
+            total[b.unit] += WIDTHS[b.master] * b.body(setup.rank)
+    return total
 
-    Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one
-    comes, and gathers run `prefetch` units ahead where the transport overlaps. A recomputed unit comes
-    before the one above it has gone.
-    """
-    order, lent = [unit.name for unit in setup.units], dict[str, None]()
-    sizes = {name: Counter[tuple[int, str]]() for name in order}
-    most = Counter[tuple[int, str]]()
+
+def _moments(setup: Setup, host: bool) -> Counter[str]:
+    """By unit, state that torch's own optimizer makes at its first step, beside the rows that it updates.
+    Scalars are not counted."""
+    total = Counter[str]()
+    native = {w.name for part in setup.parts if part.native for w in part.weights}
     for bundle in setup.bundles:
-        if not setup.keeps(bundle):
-            sizes[bundle.unit][bundle.full, bundle.compute] += 1
-    ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
-
-    def take(names: Sequence[str]) -> None:
-        for name in names:
-            if name not in lent:
-                lent[name] = None
-                now = sum((sizes[held] for held in lent), Counter[tuple[int, str]]())
-                for key, count in now.items():
-                    most[key] = max(most[key], count)
-
-    for place, name in enumerate(order):
-        take(order[place : place + 1 + ahead])
-        if name != order[0] and place < len(order) - 1:
-            del lent[name]
-    above: str | None = None
-    for place in reversed(range(len(order))):
-        if not sizes[order[place]]:
-            continue  # always whole: backward does not notice it
-        coming = order[max(place - ahead, 0) : place + 1][::-1]
-        if setup.recomputes(order[place]):
-            take(coming)
-        if above is not None and above != order[0]:
-            lent.pop(above, None)
-        take(coming)
-        above = order[place]
-    return sum(count * numel * WIDTHS[dtype] for (numel, dtype), count in most.items())
+        if (setup.state_rest(bundle) != "device") == host:
+            width = WIDTHS[bundle.master]
+            for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
+                if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
+                    total[bundle.unit] += slot.held(setup.rank) * width * setup.rules[weight.rule].moments
+    return total

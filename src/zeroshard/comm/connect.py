@@ -18,6 +18,7 @@ from .local import LocalTransport
 from .nccl import NcclTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
+from .simulated import SimulatedTransport
 from .transport import Transport
 from .watch import Watch
 
@@ -40,8 +41,9 @@ def connect(
 ) -> Transport:
     """The transport `transport` between the ranks of `group` (default: all). Collective.
 
-    `auto` takes `local` for one rank, `nccl` where the group has it and every rank its own GPU, `shm` where
-    all ranks are processes of one host that can read one another, else `gloo`.
+    A group of torch's ``fake`` backend is simulated, whatever was asked. `auto` takes `local` for one rank,
+    `nccl` where the group has it and every rank its own GPU, `shm` where all ranks are processes of one host
+    that can read one another, else `gloo`.
     """
     if transport not in NAMES:
         raise OptionError(f"unknown transport {transport!r}: one of {', '.join(NAMES)}")
@@ -55,6 +57,8 @@ def connect(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1 and transport in ("auto", "local"):
         return LocalTransport(device)
+    if dist.get_backend(group) == "fake":
+        return SimulatedTransport(rank, size, device)
     store = _own_store(group)
     watch = _shared_watch(group, store)
     chosen = _choose(Rendezvous(store, rank, size, timeout), device, transport, group)
