@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import GlooTransport, LocalTransport, ShmTransport, Transport
+from zeroshard.comm import GlooTransport, LocalTransport, NodesTransport, ShmTransport, Transport
+from zeroshard.comm.topology import by_count
 
 KINDS = {"shm": ShmTransport, "gloo": GlooTransport}
 
@@ -22,6 +23,8 @@ KINDS = {"shm": ShmTransport, "gloo": GlooTransport}
 def make(kind: str, store: Any, rank: int, size: int, timeout: float = 60.0) -> Transport:
     if size == 1:
         return LocalTransport(torch.device("cpu"))
+    if kind == "nodes":
+        return NodesTransport(store, rank, by_count(size, 2), torch.device("cpu"), timeout)
     return KINDS[kind](store, rank, size, timeout=timeout)
 
 

@@ -173,7 +173,7 @@ def test_transports_that_cannot_work_are_refused() -> None:
     cpu = torch.device("cpu")
     assert connect(cpu).name == "local"
     assert connect(cpu, "local").size == 1
-    with pytest.raises(OptionError, match="unknown transport 'ucc': one of auto, local, shm, gloo, nccl"):
+    with pytest.raises(OptionError, match="'ucc': one of auto, local, shm, gloo, nodes, nccl"):
         connect(cpu, "ucc")
     with pytest.raises(
         OptionError, match="needs a process group and there is none: start with `zeroshard run"

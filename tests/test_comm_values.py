@@ -72,7 +72,35 @@ def test_shm_and_gloo_and_two_runs_agree_bit_for_bit() -> None:
     assert all(torch.equal(runs[0], other) for other in runs[1:])
 
 
-@pytest.mark.parametrize(("kind", "size"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_over_nodes_adds_node_by_node(dtype: torch.dtype) -> None:
+    """Two ranks a node. 16-bit sums of a node are halved and rounded, and travel so."""
+    narrow = dtype.itemsize == 2
+
+    def body(transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for number, pieces in enumerate(PIECES[4]):
+            data = wires(4, sum(pieces), dtype, number)
+            wire = transport.allocate(f"{number}", sum(pieces), dtype)
+            at = sum(pieces[: transport.rank])
+            mine = slice(at, at + pieces[transport.rank])
+            first = 0.5 if narrow else 1.0
+            nodes = [reference([data[n][mine], data[n + 1][mine]], first).to(dtype) for n in (0, 2)]
+            expected = reference(nodes, (1 / 3) / first)
+            for _ in range(3):
+                transport.fill(wire)
+                wire.mine.copy_(data[transport.rank])
+                out = torch.empty(pieces[transport.rank], dtype=torch.float32 if narrow else dtype)
+                transport.reduce("gradients", f"{number}", wire, pieces, out, 1 / 3).wait()
+                found.append((out, expected.to(out.dtype)))
+        return found
+
+    for found in threads("nodes", 4, body):
+        for got, expected in found:
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("kind", "size"), [*SIZES, ("nodes", 4)])
 @pytest.mark.parametrize("own", [False, True])
 def test_gather_brings_every_segment(kind: str, size: int, own: bool) -> None:
     # Rank r has 3 * r + 2 elements in up to three segments with gaps; the last rank of several has none.
@@ -100,10 +128,9 @@ def test_gather_brings_every_segment(kind: str, size: int, own: bool) -> None:
             assert all(torch.equal(got, want) for got, want in zip(out[other], expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["shm", "gloo"])
-def test_rows_change_between_fence_and_open(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "size"), [("shm", 3), ("gloo", 3), ("nodes", 4)])
+def test_rows_change_between_fence_and_open(kind: str, size: int) -> None:
     """Over many epochs no rank ever reads a peer's rows of another epoch."""
-    size = 3
 
     def body(transport: Transport) -> None:
         source = transport.allocate("rows", 1000, torch.float32)
@@ -142,7 +169,7 @@ def test_operations_in_flight_do_not_mix(kind: str) -> None:
     threads(kind, 2, body)
 
 
-@pytest.mark.parametrize(("kind", "size"), SIZES)
+@pytest.mark.parametrize(("kind", "size"), [*SIZES, ("nodes", 4)])
 def test_small_agreements(kind: str, size: int) -> None:
     def body(transport: Transport) -> None:
         rank = transport.rank
@@ -160,7 +187,7 @@ def test_small_agreements(kind: str, size: int) -> None:
     threads(kind, size, body)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("local", 1), ("shm", 3), ("gloo", 3)])
+@pytest.mark.parametrize(("kind", "size"), [("local", 1), ("shm", 3), ("gloo", 3), ("nodes", 4)])
 def test_broadcast_overwrites_all_kinds_of_tensors(kind: str, size: int) -> None:
     def tensors(rank: int) -> list[torch.Tensor]:
         base = torch.arange(24.0) + 1000 * rank

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.balance import heaviest, imbalance
 from zeroshard.config import Options
 from zeroshard.layout import FlatPack, Pack
-from zeroshard.lending import gathered
-from zeroshard.memory import Setup, buffers_of, closed_form, heaviest, imbalance
+from zeroshard.memory import Setup, buffers_of, closed_form, gathered
 from zeroshard.planning import blocks_of, rules_of
 from zeroshard.shapes import Block, Weight
 from zeroshard.testing import ranks
@@ -158,6 +158,31 @@ CASES = [
     ("gpt", "AdamW", {"stage": 3, "transport": "gloo", "prefetch": 2, "recompute": True}),
     ("gpt", "Adafactor", {"stage": 2}),
     ("gpt", "AdamW", {"stage": 2, "split": "whole"}),
+    *[("gpt", "AdamW", {"stage": stage, "compress": zs.Int8(feedback=True)}) for stage in (0, 1, 3)],
+    *[("mixed", "AdamW", {"stage": stage, "gather": zs.Int8()}) for stage in (1, 3)],
+    (
+        "gpt",
+        "AdamW",
+        {"stage": 2, "gather": zs.Int4(feedback=False), "transport": "gloo", "precision": "bf16"},
+    ),
+    (
+        "gpt",
+        "AdamW",
+        {"stage": 3, "gather": zs.Int8(), "transport": "gloo", "prefetch": 2, "recompute": True},
+    ),
+    *[
+        (
+            "mixed",
+            "AdamW",
+            {
+                "stage": stage,
+                "precision": "bf16",
+                "bucket_bytes": 3000,
+                "compress": {"*.norm*": None, "*": zs.OneBit(warmup_steps=2)},
+            },
+        )
+        for stage in (0, 2)
+    ],
 ]
 
 

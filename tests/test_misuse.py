@@ -130,7 +130,7 @@ def test_unknown_option() -> None:
     ({"prefetch": -1}, r"prefetch=-1 must be a number of units"),
     ({"split": "row"}, r"split='row' is not one of auto, rows, whole\. Did you mean \"rows\"\?"),
     ({"buffers": "none"}, r"buffers='none' is not one of broadcast, local"),
-    ({"transport": "mpi"}, r"transport='mpi' is not one of auto, shm, gloo, nccl"),
+    ({"transport": "mpi"}, r"transport='mpi' is not one of auto, shm, gloo, nodes, nccl"),
     ({"units": "none", "recompute": True}, r'recompute=True recomputes units, and units="none" leaves none'),
     ({"units": "none", "recompute": "blocks.*"}, r'recompute pattern "blocks\.\*" matches none of the 0'),
     ({"transport": "nccl"}, r"transport 'nccl' needs a process group and there is none: start with `zeros"),

@@ -17,6 +17,8 @@ from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
 WORLD, STEPS, ROWS = 2, 6, 3
+# The window is longer than any test, so that nothing is tried but the first.
+CODECS = zs.Adaptive(choices=[zs.EveryStep(compress=zs.TopK(ratio=0.2)), zs.EveryStep()], window=99)
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -242,6 +244,7 @@ def half(options: dict[str, Any], path: str, first: int, last: int, load: bool) 
     [
         {"stage": 2, "sync": zs.Delayed()},
         {"stage": 0, "sync": zs.Local(steps=2)},
+        {"stage": 2, "sync": CODECS},
     ],
     ids=str,
 )
@@ -272,6 +275,9 @@ def test_a_delayed_gradient_is_loaded_at_another_number_of_ranks(tmp_path: Path)
         ({"stage": 0, "sync": zs.Delayed()}, "stage=1"),
         ({"stage": 1, "sync": "delayed"}, "zs.Delayed()"),
         ({"stage": 0, "sync": zs.Local(steps=4), "offload": zs.Offload()}, "offload"),
+        ({"sync": zs.EveryStep(compress=zs.Int8())}, "is a choice of Adaptive"),
+        ({"sync": CODECS, "offload": zs.Offload()}, "one way to the host"),
+        ({"sync": zs.Adaptive(choices=[zs.EveryStep(), zs.EveryStep(compress="int8")])}, "must be a codec"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str) -> None:
@@ -294,6 +300,15 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str
 def test_policies_are_checked_when_made(make: Any) -> None:
     with pytest.raises(zs.OptionError):
         make()
+
+
+def first_weights(options: dict[str, Any]) -> dict[str, Tensor]:
+    return trained({"stage": 2, "bucket_bytes": 1024, **options})
+
+
+def test_a_codec_that_was_chosen_is_that_codec() -> None:
+    chosen = ranks(WORLD).run(first_weights, {"sync": CODECS})[0]
+    assert_same_bits(chosen, ranks(WORLD).run(first_weights, {"compress": zs.TopK(ratio=0.2)})[0])
 
 
 def disagreeing() -> str:
@@ -342,7 +357,10 @@ def adapting(options: dict[str, Any], steps: int) -> tuple[tuple[str, ...], str,
 
 @pytest.mark.parametrize(
     ("stage", "choices"),
-    [(0, (zs.EveryStep(), zs.Local(steps=2), zs.Local(steps=4))), (2, (zs.EveryStep(), zs.Delayed()))],
+    [
+        (0, (zs.EveryStep(), zs.Local(steps=2), zs.EveryStep(compress=zs.TopK(ratio=0.1)))),
+        (2, (zs.EveryStep(), zs.Delayed(), zs.EveryStep(compress={"*norm*": None, "*": zs.Int8()}))),
+    ],
     ids=["local", "delayed"],
 )
 def test_adaptive_changes_on_all_ranks_at_once(stage: int, choices: tuple[Any, ...]) -> None:
@@ -352,5 +370,7 @@ def test_adaptive_changes_on_all_ranks_at_once(stage: int, choices: tuple[Any, .
     assert switches == others
     assert label == other
     assert len(switches) >= len(choices) - 1, "every choice was to be tried"
+    for choice in choices[1:]:
+        assert any(f"-> {choice!r}" in line for line in switches)
     assert "ms a step" in switches[0]
     assert_same_bits(first, second)

@@ -2,6 +2,7 @@
 
 from .api import Run, shard
 from .checkpoint import latest
+from .codec import Cast, Codec, Int4, Int8, LowRank, OneBit, Rows, TopK
 from .config import Offload, Options, Precision
 from .errors import (
     CheckpointError,
@@ -24,23 +25,31 @@ __version__ = "0.1.0"
 __all__ = [
     "PREEMPTED",
     "Adaptive",
+    "Cast",
     "CheckpointError",
+    "Codec",
     "Delayed",
     "EveryStep",
+    "Int4",
+    "Int8",
     "Local",
+    "LowRank",
     "ModelError",
     "Nesterov",
     "Offload",
+    "OneBit",
     "OptionError",
     "Options",
     "Plan",
     "PlanError",
     "Precision",
     "RankError",
+    "Rows",
     "Run",
     "StateError",
     "Stats",
     "TierError",
+    "TopK",
     "ZeroShardError",
     "latest",
     "plan",

@@ -16,7 +16,7 @@ from . import agree
 from .admission import device_of, refuse_misuse
 from .build import Builder, Init
 from .checkpoint import Alone, Peers
-from .comm import Transport, connect
+from .comm import NodesTransport, Transport, connect
 from .comm.talk import Talk
 from .config import Options
 from .errors import StateError
@@ -64,13 +64,16 @@ def shard(
     - `recompute`: True, or patterns of units, to recompute activations in backward instead of keeping them.
     - `split`: how tensors are divided: ``"rows"``, ``"whole"`` (each tensor on one rank, for optimizers that
       need matrices), or ``"auto"``, which knows torch's element-wise optimizers and treats all others as
-      needing whole tensors. ``"level"`` is ``"auto"`` with rows dealt so that all ranks hold the same where
-      tensors have few rows for the number of ranks.
+      needing whole tensors. ``"level"``: ``"auto"`` with rows dealt so that all ranks hold the same.
     - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them
       ``"local"``.
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
       `Adaptive(...)`.
-    - `transport`: ``"auto"``, ``"shm"``, ``"gloo"`` or ``"nccl"``.
+    - `compress`: a codec through which gradients travel (`Int8()`), or a mapping from name patterns to
+      codecs or None; the first that matches counts. `gather`: one through which parameters travel.
+    - `transport`: ``"auto"``, ``"shm"``, ``"gloo"``, ``"nccl"``, or ``"nodes"``: ``"shm"`` inside nodes and
+      ``"gloo"`` between them; `ranks_per_node`: ranks of a node, if not those on one host.
+    - `node_cache`: at stage 3 parameters cross between nodes once a step, and stay inside the node meanwhile.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
     - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
     - `limit`: in place of the above, bytes of one device (``"20GiB"``): the fastest way that fits is chosen,
@@ -89,21 +92,19 @@ def shard(
     keywords: dict[str, Any] = dict(options)
     wish = Wish.taken_from(keywords)
     chosen = Options.of(keywords or wish.options)
-    given: Any = [] if optimizer is None else optimizer
-    optimizers: list[Optimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
+    optimizers = _listed(optimizer)
     refuse_misuse(model, optimizers, chosen)
     if group is None:
         join()
     device = device_of(model)
-    transport = connect(device, chosen.transport, group)
+    transport = _connected(chosen, wish, device, group)
     promise: Promise | None = None
     try:
         agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
         promise = wish.promise(model, optimizers, chosen, transport)
         chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
         _equalise(model, transport)
-        distributed = transport.size > 1 and chosen.stage > 0
-        mesh = mesh_over(group, device) if distributed else None
+        mesh = mesh_over(group, device) if transport.size > 1 and chosen.stage > 0 else None
         placement = resting(model, optimizers, chosen, transport)
         faces = Faces(transport.rank, mesh)
         builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
@@ -125,8 +126,22 @@ def shard(
     return Run(model, runtime, hooks, Keeper(model, runtime, meet), promise)
 
 
+def _listed(optimizer: Any) -> list[Optimizer]:
+    given = [] if optimizer is None else optimizer
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _connected(options: Options, wish: Wish, device: torch.device, group: ProcessGroup | None) -> Transport:
+    """The transport that was asked for, or that other options need."""
+    per_node = options.ranks_per_node or wish.asked.get("ranks_per_node")
+    asked = "nodes" if options.node_cache else options.transport
+    return connect(device, asked, group, ranks_per_node=per_node)
+
+
 def _suited(options: Options, transport: Transport, given: dict[str, Any]) -> Options:
-    """Buckets of the transport's size, where none was asked for."""
+    """What depends on the transport, where nothing was asked for: ranks of a node, the size of buckets."""
+    if isinstance(transport, NodesTransport):
+        return replace(options, ranks_per_node=transport.ranks_per_node)
     if transport.name == "shm" and "bucket_bytes" not in given:
         return replace(options, bucket_bytes=CACHED_BUCKET)
     return options
@@ -209,7 +224,7 @@ class Run(Kept):
 
     @property
     def transport(self) -> str:
-        """Which transport was chosen: local, shm, gloo or nccl."""
+        """Which transport was chosen: local, shm, gloo, nodes or nccl."""
         return self._runtime.transport.name
 
     @property
@@ -331,6 +346,9 @@ class Run(Kept):
             runtime.update_counts(),
             sync=runtime.pace.label,
             switches=runtime.pace.report(),
+            uncompressed={kind: n + counters.spared.get(kind, 0) for kind, n in counters.sent.items()},
+            error=runtime.gradients.errors(),
+            between=counters.between,
         )
 
     def _data_parallel_bytes(self, state: int) -> int:

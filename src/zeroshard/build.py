@@ -14,25 +14,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .comm import Region, Transport
-from .config import Options, Precision
+from .bucket import Sink
+from .comm import Transport
+from .config import Options
 from .errors import ModelError, OptionError
-from .grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
-from .layout import ALIGN, FlatPack, Pack, Slot, Split, buckets, slots_for
+from .grad import Gradients, LocalBucket, LocalGradients
+from .layout import ALIGN, Pack, Slot, Split, slots_for
 from .live import LiveUnit, leaf_of
 from .param import Bundle, Rests
 from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
-from .pool import Kind, Ledger, Pool
+from .pool import Ledger, Pool
+from .routes import check_patterns, routes_of
 from .runtime import Runtime
 from .shard import Faces, Param, make_home, retire
 from .step import Update, rows_suffice
 from .sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
 from .tier import Copies
 from .units import Tenant, Unit, find_units
-
-RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+from .wiring import Wiring, sort_of
 
 Init = Callable[[nn.Module], None]
 
@@ -76,10 +77,10 @@ class Builder:
         slots = self._slots(tenants)
         if self.host is not None:
             for unit in units:
-                rest = self.placement[unit.label].optimizer
-                if rest != "device":
+                place = self.placement[unit.label]
+                if place.optimizer != "device":
                     for key, dtypes, group in self._groups(unit):
-                        self.host.plan(key, group, slots, dtypes, rest)
+                        self.host.plan(key, group, slots, dtypes, place)
             self.host.open(self.transport)
         fresh = _Materialiser(self.model, self.device, init, self.transport)
         live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
@@ -152,7 +153,7 @@ class Builder:
 
     def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
         return [
-            self._bundle(key, tenants, slots, dtypes, self._rests(unit), fresh)
+            self._bundle(key, tenants, slots, dtypes, self._rests(unit, key), fresh)
             for key, dtypes, tenants in self._groups(unit)
         ]
 
@@ -167,7 +168,17 @@ class Builder:
     ) -> Bundle:
         pack = Pack(tuple(slots[t.name] for t in tenants), self.transport.size)
         transport = self.transport
-        bundle = Bundle(key, pack, dtypes, rests, transport, self.runtime.pool, self.ledger, self.copies)
+        bundle = Bundle(
+            key,
+            pack,
+            dtypes,
+            rests,
+            transport,
+            self.runtime.pool,
+            self.ledger,
+            self.copies,
+            self.options.gather,
+        )
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()
         if self.host is not None and rests.state != "device":
@@ -179,13 +190,16 @@ class Builder:
             start, stop = slot.rows(transport.rank)
             rows = value[start:stop] if slot.shape else value
             with torch.no_grad():
-                (full[index].copy_(value) if full is not None else compute[index].copy_(rows))
-                if local[index].data_ptr() != compute[index].data_ptr():
-                    local[index].copy_(rows)
+                if full is not None:
+                    full[index].copy_(value)
+                elif rests.rows != "disk":
+                    compute[index].copy_(rows)
                 if tenant.name in masters:
                     # The weight too: where a value lies half way between two of bf16, `split` does not round
                     # as `copy_` does.
                     masters[tenant.name].write(0, rows.float().cpu().reshape(-1).contiguous())
+                elif local[index].data_ptr() != compute[index].data_ptr():
+                    local[index].copy_(rows)
             leaf = leaf_of(
                 full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad
             )
@@ -195,55 +209,57 @@ class Builder:
             fresh.done(tenant)
         return bundle
 
-    def _rests(self, unit: Unit) -> Rests:
+    def _rests(self, unit: Unit, key: str) -> Rests:
         place = self.placement[unit.label]
-        streamed = place.parameters != "device"
+        rows = self.host.rows_of.get(key, place.parameters) if self.host is not None else place.parameters
+        streamed = rows != "device"
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
-        return Rests(resident, place.optimizer, place.parameters)
+        return Rests(resident, place.optimizer, rows)
 
     # ------------------------------------------------------------------ the pace
 
     def _pace(self, params: list[Param]) -> Pace:
         """The policy at work. A choice of policies shares what it can: one set of buckets for all that
-        reduce every step."""
+        reduce every step through the same codecs."""
         sync = self.options.sync
         choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
         paces: dict[EveryStep | Delayed | Local, Pace] = {}
-        reducing = [choice for choice in choices if not isinstance(choice, Local)]
-        if reducing:
-            gradients = self._gradients(params)
-            delays = isinstance(gradients, (DelayedGradients, DelayedLocalGradients))
-            pace = DelayedPace(gradients, self.transport.rank) if delays else Pace(gradients)  # type: ignore[arg-type]
-            paces |= dict.fromkeys(reducing, pace)
+        sets: dict[object, list[EveryStep | Delayed | Local]] = {}
         for choice in choices:
             if isinstance(choice, Local):
                 paces[choice] = self._local_pace(choice, params)
+            else:
+                own = choice.compress if isinstance(choice, EveryStep) and self.transport.size > 1 else None
+                sets.setdefault(own, []).append(choice)
+        for codecs, members in sets.items():
+            options = self.options if codecs is None else replace(self.options, compress=routes_of(codecs))
+            gradients = self._gradients(params, options, any(isinstance(m, Delayed) for m in members))
+            if isinstance(gradients, (DelayedGradients, DelayedLocalGradients)):
+                paces |= dict.fromkeys(members, DelayedPace(gradients, self.transport.rank))
+            else:
+                paces |= dict.fromkeys(members, Pace(gradients))
         if isinstance(sync, Adaptive):
             return AdaptivePace(sync, paces, self.transport, self.runtime.updates)
         return paces[sync]
 
     def _local_pace(self, policy: Local, params: list[Param]) -> LocalPace:
         trained = [p for p in params if p.trainable]
-        gradients = LocalGradients(trained, [self._grad_dtypes(p)[1] for p in trained])
+        gradients = LocalGradients(trained, [sort_of(p, self.options).landed for p in trained])
         pace = LocalPace(policy, gradients, self.transport, self.runtime.updates)
         pace.divide(trained, self.options.bucket_bytes, self.ledger)
         return pace
 
-    @property
-    def _delays(self) -> bool:
-        sync = self.options.sync
-        return any(isinstance(c, Delayed) for c in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
-
     # ------------------------------------------------------------------ gradients
 
-    def _gradients(self, params: list[Param]) -> Gradients | LocalGradients:
+    def _gradients(self, params: list[Param], options: Options, delays: bool) -> Gradients | LocalGradients:
+        """A set of buckets, and what counts the arrivals for them."""
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
-        dtypes = {p.name: self._grad_dtypes(p) for p in trainable}
+        dtypes = {p.name: sort_of(p, options).dtypes for p in trainable}
         by_name = {p.name: p for p in params}
         sinks: dict[str, Sink] = {}
         if self.host is not None:
-            counted = self.transport.rank == 0 or self.options.stage == 0
+            counted = self.transport.rank == 0 or options.stage == 0
             sinks = self.host.sinks(
                 by_name, {name: landed for name, (_, landed) in dtypes.items()}, self.faces, counted
             )
@@ -259,76 +275,35 @@ class Builder:
                 )
                 for plot in plots
             ]
-            kind = DelayedLocalGradients if self._delays else LocalGradients
+            kind = DelayedLocalGradients if delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
-        on_host = {name for plot in plots for name in plot.names}
-        groups: dict[tuple[torch.dtype, torch.dtype], list[list[Param]]] = {}
-        for plot in plots:
-            groups.setdefault(dtypes[plot.names[0]], []).append([by_name[n] for n in plot.names])
-        for pair in dict.fromkeys(dtypes.values()):
-            sizes = [
-                (p.name, p.leaf.numel() * pair[0].itemsize)
-                for p in trainable
-                if dtypes[p.name] == pair and p.name not in on_host
-            ]
-            for names in buckets(sizes, self.options.bucket_bytes):
-                groups.setdefault(pair, []).append([by_name[n] for n in names])
-        result: list[Bucket] = []
-        for pair, members in groups.items():
-            members.sort(key=lambda ps: -max(order[id(p.home)] for p in ps))
-            result += self._buckets(pair, members, len(result))
-        for bucket in result:
-            bucket.sink = sinks.get(bucket.params[0].name)
-        if self._delays:
-            return DelayedGradients(result, self.transport, self.faces, self.ledger)
-        return Gradients(result, self.transport, self.faces, self.options.stage, self.ledger)
-
-    def _grad_dtypes(self, param: Param) -> tuple[torch.dtype, torch.dtype]:
-        """Wire and gradient dtype. A parameter that computes in master precision reduces in it too."""
-        precision: Precision | None = self.options.precision
-        if precision is None or param.leaf.dtype == getattr(torch, precision.master):
-            return param.leaf.dtype, param.leaf.dtype
-        return getattr(torch, precision.wire), getattr(torch, precision.landed)
-
-    def _buckets(
-        self, dtypes: tuple[torch.dtype, torch.dtype], members: list[list[Param]], first: int
-    ) -> list[Bucket]:
         align = self.host.align if self.host is not None else ALIGN
-        kind = FlatPack if self.options.stage == 0 else Pack
-        packs = [
-            kind(tuple(self._grad_slot(p.slot) for p in ps), self.transport.size, flags=True, align=align)
-            for ps in members
-        ]
-        wires = self._wires(f"gradients {dtypes[0]}", packs, dtypes)
-        return [
-            Bucket(first + i, pack, ps, wire, self.transport, dtypes, self.device)
-            for i, (pack, ps, wire) in enumerate(zip(packs, members, wires, strict=True))
-        ]
-
-    def _grad_slot(self, slot: Slot) -> Slot:
-        """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
-        return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot
-
-    def _wires(self, key: str, packs: list[Pack], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Region]:
-        """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
-        few from stage 2 on."""
-        keeps, dtype = not self.options.shards_grads or self._delays, dtypes[0]
-        count = len(packs) if keeps else min(RING, len(packs))
-        sizes = [pack.wire for pack in packs] if keeps else [max(pack.wire for pack in packs)] * count
-        ring = [self.transport.allocate(f"{key} {i}", size, dtype) for i, size in enumerate(sizes)]
-        shown = self.options.stage == 0 and dtypes[0] == dtypes[1] and ring[0].mine.device == self.device
-        kind: Kind = "gradients" if self.options.stage == 1 or shown else "buckets"
-        for size in sizes:
-            self.ledger.book(kind, size * dtype.itemsize)
-        return [ring[i % count] for i in range(len(packs))]
+        check_patterns(options.compress, [p.name for p in trainable])
+        wiring = Wiring(options, self.transport, self.device, self.ledger, delays, align)
+        made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
+        for bucket in made:
+            bucket.sink = sinks.get(bucket.params[0].name)
+        gradients = (
+            DelayedGradients(made, self.transport, self.faces, self.ledger)
+            if delays
+            else Gradients(made, self.transport, self.faces, options.stage, self.ledger)
+        )
+        gradients.desk = wiring.desk
+        return gradients
 
 
 def _check_offload(options: Options, transport: Transport) -> None:
     assert options.offload is not None
-    if options.offload.parameters == "host" and transport.size > 1 and not options.shards_params:
+    rests = options.offload.parameters
+    if rests in ("host", "disk") and transport.size > 1 and not options.shards_params:
         raise OptionError(
-            f'Offload(parameters="host") streams parameters unit by unit, which stage {options.stage} '
+            f'Offload(parameters="{rests}") streams parameters unit by unit, which stage {options.stage} '
             "does not: pass stage=3."
+        )
+    if rests == "disk" and transport.size > 1:
+        raise OptionError(
+            f'Offload(parameters="disk") is for one rank, and these are {transport.size}: peers read '
+            'rows from memory. Pass parameters="host"; the optimizer state may be on the disk.'
         )
 
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from .balance import imbalance
 from .config import Precision, show_bytes
 from .errors import PlanError
-from .memory import imbalance
 from .plan import PLACINGS, Candidate, Plan, made_of
 from .planner import FILLING, Question, all_candidates, placing_of, price
 from .timeline import Segment

@@ -10,15 +10,19 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
+from .codec import Codec
 from .errors import OptionError
-from .policy import EveryStep, Sync, check_sync, local_steps
+from .policy import EveryStep, Sync, check_sync, codec_choices, local_steps
 from .policy import Numerics as Numerics
+from .routes import Routes, check_compress, check_gather, routes_of
 
 Stage = Literal[0, 1, 2, 3]
+TransportName = Literal["auto", "shm", "gloo", "nodes", "nccl"]
+TRANSPORTS = get_args(TransportName)
 _EVERY_STEP = EveryStep()
 
 _DTYPES = {
@@ -156,15 +160,17 @@ class Offload:
       ``"disk"`` keeps them in a scratch file under `path`, and in host memory only while they are updated;
       ``"auto"`` fills the device first, then the host, then the disk, unit by unit.
     - `parameters`: ``"host"`` keeps the compute weights there too and streams them in unit by unit;
-      ``"auto"`` does so for the units that have no room on the device.
+      ``"disk"`` (one rank) reads them from the scratch file, where they rest beside their state;
+      ``"auto"`` does so for the units that have no room on the device, or none on the host.
     - `path`: a folder on a disk. It may differ between ranks. `device_bytes`, `host_bytes`: what ``"auto"``
       may take of this rank's device and host for parameters and state (host: by default nine tenths of what
       is free, shared by the ranks of the machine).
     - `master`: ``"split"`` stores an fp32 master as the bf16 weight plus a 16-bit remainder: 2 bytes fewer,
       bit-exact.
     - `moments`: ``"int8"`` stores Adam's moments in blocks of 8-bit codes: 6 bytes fewer (`rounding`).
-    - `undo`: whether room is kept to take early updates back when the norm exceeds `clip_norm` (2 bytes a
-      parameter on the device during backward). Without it such a step is an error.
+    - `undo`: whether gradients are kept until the norm is known (2 bytes a parameter on the device), so that
+      updates can wait for it or be taken back. Without it every update begins at once, and a norm above
+      `clip_norm` is an error.
     - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
       work).
     - `stages`, `stage_bytes`: the pinned staging ring between device and host, and between disk and host the
@@ -188,7 +194,7 @@ class Offload:
     def __post_init__(self) -> None:
         known = {
             "optimizer": ("device", "host", "disk", "auto"),
-            "parameters": ("device", "host", "auto"),
+            "parameters": ("device", "host", "disk", "auto"),
             "master": ("plain", "split"),
             "moments": ("float32", "int8"),
         }
@@ -234,6 +240,11 @@ class Offload:
             raise OptionError(
                 'Offload(optimizer="disk") needs path=, a folder on a disk with room for the state.'
             )
+        if self.parameters == "disk" and self.optimizer not in ("disk", "auto"):
+            raise OptionError(
+                f'Offload(parameters="disk", optimizer="{self.optimizer}"): weights rest on the disk beside '
+                'their state, so that one transfer moves both. Pass optimizer="disk".'
+            )
         if self.path is not None and self.optimizer not in ("disk", "auto"):
             raise OptionError(
                 f'Offload(optimizer="{self.optimizer}") puts nothing on a disk: drop path=, or say "disk" or '
@@ -261,10 +272,14 @@ class Options:
     recompute: tuple[str, ...] | bool = False
     split: Literal["auto", "rows", "level", "whole"] = "auto"
     buffers: Literal["broadcast", "local"] = "broadcast"
-    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    transport: TransportName = "auto"
     offload: Offload | None = None
     clip_norm: float | None = None
     sync: Sync = _EVERY_STEP
+    node_cache: bool = False
+    ranks_per_node: int | None = None
+    compress: Routes = ()
+    gather: Codec | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -296,16 +311,46 @@ class Options:
                 "sync=Local(...) and offload= do not go together: local steps change whole parameters on the "
                 "device. Drop one of them; sync=Delayed() works with offload."
             )
+        put(self, "compress", routes_of(self.compress))
+        check_compress(self.compress, self.sync)
+        check_gather(self.gather, self.stage, self.offload is not None)
+        if self.offload is not None and codec_choices(self.sync):
+            raise OptionError(
+                "Adaptive chooses among codecs only without offload=, whose gradients have one way to the "
+                "host: pass shard(..., compress=...) for one codec throughout."
+            )
         for name, known in (
             ("split", ("auto", "rows", "level", "whole")),
             ("buffers", ("broadcast", "local")),
-            ("transport", ("auto", "shm", "gloo", "nccl")),
+            ("transport", TRANSPORTS),
         ):
             value = getattr(self, name)
             if value not in known:
                 raise OptionError(
                     f"{name}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}"
                 )
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """What has to do with nodes, where it has an effect."""
+        count = self.ranks_per_node
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise OptionError(f"ranks_per_node={count!r} must be a number of ranks, 1 or more.")
+        if self.node_cache and self.stage != 3:
+            raise OptionError(
+                "node_cache=True keeps parameters that stage 3 would gather again, and this is stage "
+                f'{self.stage}, which keeps all of them anyway: drop it; transport="nodes" is what makes '
+                "other traffic cross between nodes once."
+            )
+        if self.node_cache and self.transport not in ("auto", "nodes"):
+            raise OptionError(
+                f'node_cache=True needs transport="nodes", not "{self.transport}": drop one of them.'
+            )
+        if self.transport == "nodes" and self.stage == 3 and not self.node_cache:
+            raise OptionError(
+                'transport="nodes" at stage 3 keeps the rows of other nodes inside the node: pass '
+                'node_cache=True, which costs memory, or transport="gloo".'
+            )
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -342,7 +387,11 @@ class OptionKeys(TypedDict, total=False):
     recompute: bool | str | Sequence[str]
     split: Literal["auto", "rows", "level", "whole"]
     buffers: Literal["broadcast", "local"]
-    transport: Literal["auto", "shm", "gloo", "nccl"]
+    transport: TransportName
     offload: Offload | None
     clip_norm: float | None
     sync: Sync
+    node_cache: bool
+    ranks_per_node: int | None
+    compress: Codec | Mapping[str, Codec | None] | None
+    gather: Codec | None

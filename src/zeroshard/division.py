@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from .config import Options
+from .coding import in_words
+from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .placement import Place, Placement, Rest
 from .policy import Adaptive, Delayed, EveryStep, Local
+from .routes import codec_for
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
+from .wires import Sort
+
+if TYPE_CHECKING:
+    from .codec import Codec
 
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
@@ -60,6 +67,12 @@ class Division:
             result |= {slot.name: slot for slot in made}
         return result
 
+    def rows_rest(self, bundle: Bundle) -> Rest:
+        """Where its compute weights rest: on the disk only beside their state, all of them."""
+        rest = self.place(bundle).parameters
+        beside = all(w.trainable and self._kernel(w, bundle.master) for w in bundle.weights)
+        return "host" if rest == "disk" and not beside else rest
+
     def streams(self, bundle: Bundle) -> bool:
         """Whether its compute weights rest off the device."""
         return self.place(bundle).parameters != "device"
@@ -67,6 +80,33 @@ class Division:
     def keeps(self, bundle: Bundle) -> bool:
         """Whether its leaves are always whole on the device."""
         return not self.streams(bundle) and (not self.options.shards_params or self.world == 1)
+
+    def cached(self, bundle: Bundle) -> int:
+        """Elements of other nodes that this rank keeps for its own."""
+        return 0 if self.codes(bundle) else sum(bundle.body(rank) for rank in self._namesakes(bundle))
+
+    def _namesakes(self, bundle: Bundle) -> list[int]:
+        """Ranks of other nodes whose rows this rank keeps for its own node."""
+        each = self.options.ranks_per_node
+        if not self.options.node_cache or each is None or all(s.split == "copy" for s in bundle.slots):
+            return []
+        return [rank for rank in range(self.rank % each, self.world, each) if rank != self.rank]
+
+    def codes_held(self, bundle: Bundle) -> int:
+        """Bytes of this rank's code, and of those that it keeps for its node."""
+        if not self.codes(bundle):
+            return 0
+        return sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
+
+    def codes(self, bundle: Bundle) -> bool:
+        """Whether its rows travel through a codec."""
+        moves = self.world > 1 and any(slot.split != "copy" for slot in bundle.slots)
+        return moves and self.options.gather is not None and bundle.compute in DTYPE_BYTES
+
+    def code_bytes(self, bundle: Bundle, rank: int) -> int:
+        """Of one rank's rows."""
+        assert self.options.gather is not None
+        return in_words(self.options.gather.wire_bytes(bundle.body(rank)))
 
     @property
     def streamed(self) -> bool:
@@ -88,6 +128,11 @@ class Division:
         """Whether gradients travel in every step: not on one rank, nor where ranks train apart."""
         return self.world > 1 and any(not isinstance(one, Local) for one in choices(self.options))
 
+    @property
+    def behind(self) -> bool:
+        """Whether gradients may land a step late."""
+        return any(isinstance(one, Delayed) for one in choices(self.options))
+
     def recomputes(self, unit: str) -> bool:
         return unit in self._recomputed
 
@@ -105,7 +150,8 @@ class Division:
 
     def own_master(self, bundle: Bundle) -> bool:
         """Whether there is a master on the device beside the compute weights."""
-        differs = bundle.master != bundle.compute or self.streams(bundle)
+        decoded = self.codes(bundle) and self.keeps(bundle)
+        differs = bundle.master != bundle.compute or self.streams(bundle) or decoded
         return differs and self.state_rest(bundle) == "device"
 
     @property
@@ -159,16 +205,17 @@ class Division:
         for bundle in self.bundles:
             if self.state_rest(bundle) == "device":
                 continue
-            groups: dict[int, list[Weight]] = {}
+            groups: dict[tuple[int, Codec | None], list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
-                    groups.setdefault(weight.rule, []).append(weight)
-            for number, members in groups.items():
+                    groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
+            for (number, _), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
                 for names in buckets(sizes, offload.stage_bytes):
                     numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
-                    native = self._native(self.rules[number], bundle.master)
+                    kernel = self._kernel(members[0], bundle.master)
+                    native = kernel and self.overlapped
                     splits = native and offload.master == "split" and bundle.compute == "bfloat16"
                     result.append(
                         Part(
@@ -181,16 +228,22 @@ class Division:
                             self.rules[number],
                             bundle.unit,
                             self.state_rest(bundle),
+                            native or (kernel and self.state_rest(bundle) == "disk"),
+                            self.rows_rest(bundle) == "disk",
                         )
                     )
         return result
 
-    def _native(self, rule: Rule, master: str) -> bool:
+    def _kernel(self, weight: Weight, master: str) -> bool:
+        """Whether the native kernels know its update."""
+        return weight.rule >= 0 and self.rules[weight.rule].name in NATIVE and master == "float32"
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether the host's updates begin in backward."""
         precision = self.options.precision
         scaled = precision is not None and precision.compute == "float16"
-        return (
-            self.options.clip_norm is not None and rule.name in NATIVE and master == "float32" and not scaled
-        )
+        return self.options.clip_norm is not None and not scaled
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -198,27 +251,27 @@ class Division:
         parts = [(part.weights, part) for part in self.parts]
         taken = {w.name for weights, _ in parts for w in weights}
         trainable = sorted((w for u in self.units for w in u.weights if w.trainable), key=lambda w: -w.number)
-        groups: dict[tuple[str, str], list[tuple[tuple[Weight, ...], Part | None]]] = {}
+        groups: dict[Sort, list[tuple[tuple[Weight, ...], Part | None]]] = {}
         for weights, part in parts:
-            groups.setdefault(self.grad_dtypes(weights[0]), []).append((weights, part))
+            groups.setdefault(self.sort(weights[0]), []).append((weights, part))
         by_name = {w.name: w for w in trainable}
-        pairs = {w.name: self.grad_dtypes(w) for w in trainable}
-        for pair in dict.fromkeys(pairs.values()):
+        sorts = {w.name: self.sort(w) for w in trainable}
+        for sort in dict.fromkeys(sorts.values()):
             sizes = [
-                (w.name, w.numel * WIDTHS[pair[0]])
+                (w.name, w.numel * WIDTHS[sort[0]])
                 for w in trainable
-                if pairs[w.name] == pair and w.name not in taken
+                if sorts[w.name] == sort and w.name not in taken
             ]
-            groups.setdefault(pair, []).extend(
+            groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
                 for names in buckets(sizes, self.options.bucket_bytes)
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0
-        for (wire, landed), members in groups.items():
+        for (wire, landed, codec), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat)
+                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat, codec)
                 for ws, part in members
             ]
         return result
@@ -231,6 +284,14 @@ class Division:
     @cached_property
     def trainable(self) -> dict[str, Weight]:
         return {w.name: w for unit in self.units for w in unit.weights if w.trainable}
+
+    def codec(self, weight: Weight) -> Codec | None:
+        """What its gradient travels through."""
+        return codec_for(self.options.compress, weight.name) if self.world > 1 else None
+
+    def sort(self, weight: Weight) -> Sort:
+        """Weights of one sort may share a bucket."""
+        return (*self.grad_dtypes(weight), self.codec(weight))
 
     def _grad_slot(self, weight: Weight) -> Slot:
         slot = self.slots[weight.name]

@@ -1,19 +1,7 @@
 """The life of a gradient: arrives on a leaf → copied into its bucket's wire → reduced → lands in this rank's
 rows.
 
-Tensors of a bucket (all flat; P = this rank's piece, W = the wire: the pieces of all ranks):
-
-- `wire`    wire dtype, W, a transport region. Stage 1 keeps one per bucket (the whole gradient stays in
-  memory); the other stages share a ring of a few.
-- `landed`  gradient dtype, P. Stages 2 and 3: a buffer of its own. Stage 1: this rank's piece of the wire,
-  where dtypes agree.
-- `whole`   gradient dtype, full shapes. Stage 0 only: what `home.grad` shows after the pieces were gathered
-  back. The wire itself where dtypes and devices agree; its pieces are then equal cuts, not rows (`FlatPack`).
-
-[Note: used flags] A parameter that no rank used must keep `grad is None`, as in one process: AdamW would
-decay it otherwise. One that only some ranks used gets the average in which the others count as zero. So each
-piece ends with one element per slot: 1 where this rank has a gradient, else 0. After the sum every rank reads
-how many ranks used each parameter, at no extra message. A rank that used it itself need not look.
+What a bucket is made of: see `bucket`.
 
 [Note: one order] Buckets are reduced in one fixed order on all ranks, whatever order they fill in; what is
 not full when backward ends goes out then, with zeros. So no rank ever waits for a bucket that another rank
@@ -23,148 +11,23 @@ will not send.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .comm import Region, Transport, Work
-from .layout import FlatPack, Pack
-from .native import Moves
+from .bucket import Bucket, Desk, Sink
+from .comm import Transport, Work
 from .pool import Ledger
+from .private import Private
 from .shard import Faces, Param
-
-# Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
-# `host`.
-Sink = Callable[[Tensor, list[bool]], None]
-
-
-class Bucket:
-    """Gradients that are reduced together. With a `sink` they go there; without, `home.grad` shows them."""
-
-    sink: Sink | None = None
-
-    def __init__(
-        self,
-        index: int,
-        pack: Pack,
-        params: Sequence[Param],
-        wire: Region,
-        transport: Transport,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        device: torch.device,
-    ) -> None:
-        self.index, self.pack, self.params, self.wire = index, pack, list(params), wire
-        self.transport, self.device = transport, device
-        self.wire_dtype, self.dtype = dtypes
-        self.waiting = len(self.params)
-        self.flat = isinstance(pack, FlatPack)
-        self._shares = 1 if self.flat else pack.world
-        self._targets = self._make_targets()
-        at = [pack.full] if self.flat else [start + pack.body(r) for r, start in enumerate(pack.starts)]
-        self._flags = [wire.mine[start : start + len(self.params)] for start in at]
-        self._ones = torch.ones(len(self.params), dtype=self.wire_dtype, device=wire.mine.device)
-        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
-        # takes its gradient.
-        self._equal: list[Tensor] | None = None
-        if all(len(views) == 1 for views in self._targets):
-            self._equal = [views[0] for views in self._targets] + self._flags
-            self._moves = Moves(self._equal, self._equal)
-        self.landed: Tensor | None = None
-        self.whole: Tensor | None = None
-        self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each reduced piece
-        self.back: list[list[Tensor]] = []  # stage 0: per rank, where its reduced piece goes in `whole`
-        self.cuts: list[list[tuple[int, int]]] = []  # stage 0: per rank, where that is fetched from
-        self.grads: list[Tensor] = []  # per parameter, what home.grad shows
-
-    @property
-    def label(self) -> str:
-        return f"gradients {self.index} ({self.params[0].name} … {self.params[-1].name})"
-
-    def _make_targets(self) -> list[list[Tensor]]:
-        """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
-        view per rank."""
-        if self.flat:
-            spans = zip(self.pack.full_offsets, self.pack.slots, strict=True)
-            return [[self.wire.mine[at : at + slot.numel].view(1, -1)] for at, slot in spans]
-        world, result = self.pack.world, []
-        offsets = [
-            [start + at for at in self.pack.offsets(rank)] for rank, start in enumerate(self.pack.starts)
-        ]
-        for index, slot in enumerate(self.pack.slots):
-            at = [offsets[rank][index] for rank in range(world)]
-            held = [slot.held(rank) for rank in range(world)]
-            steps = {after - before for before, after in pairwise(at)}
-            if slot.split == "rows" and len(set(held)) == 1 and len(steps) == 1:
-                result.append([self.wire.mine.as_strided((world, held[0]), (steps.pop(), 1), at[0])])
-            else:
-                result.append([self.wire.mine[start : start + n] for start, n in zip(at, held, strict=True)])
-        return result
-
-    def _sources(self, index: int, grad: Tensor) -> list[Tensor]:
-        slot, flat = self.pack.slots[index], grad.reshape(-1)
-        if len(self._targets[index]) == 1:
-            return [flat.view(self._shares, -1)]
-        return [flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row] for r in range(self.pack.world)]
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Copy the gradients of the leaves into the wire and let them go."""
-        self.transport.fill(self.wire)
-        leaves = [param.leaf for param in self.params]
-        grads = [leaf.grad for leaf in leaves]
-        self.used = [grad is not None for grad in grads]
-        everything = all(self.used)
-        flags = (
-            self._ones
-            if everything
-            else torch.tensor(self.used, dtype=self.wire_dtype, device=self._ones.device)
-        )
-        if everything and self._equal is not None and not any(grad.is_sparse for grad in grads):  # type: ignore[union-attr]
-            self._moves.run(self._equal, grads + [flags] * len(self._flags), "source")  # type: ignore[arg-type]
-        else:
-            into, out_of = self._uneven_pairs(grads)
-            torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
-        for leaf in leaves:
-            leaf.grad = None
-
-    def _uneven_pairs(self, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        into: list[Tensor] = []
-        out_of: list[Tensor] = []
-        for index, grad in enumerate(grads):
-            if grad is None:
-                torch._foreach_zero_(self._targets[index])
-            else:
-                into += self._targets[index]
-                out_of += self._sources(index, grad.to_dense() if grad.is_sparse else grad)
-        return into, out_of
-
-    def reduce(self) -> Work:
-        assert self.landed is not None
-        return self.transport.reduce(
-            "reduce",
-            f"{self.wire.key}/{self.index}",
-            self.wire,
-            self.pack.pieces,
-            self.landed,
-            1.0 / self.pack.world,
-        )
-
-    def used_anywhere(self) -> list[bool]:
-        """After the reduction: which parameters any rank used; see [Note: used flags]."""
-        if all(self.used):
-            return self.used
-        if self.whole is not None:
-            counts = self.whole[self.pack.full :][: len(self.params)]
-        else:
-            assert self.landed is not None
-            counts = self.landed[self.pack.body(self.transport.rank) :][: len(self.params)]
-        return [mine or count > 0 for mine, count in zip(self.used, counts.tolist(), strict=True)]
 
 
 class Gradients:
-    """All buckets of a run: counts arrivals, sends what is due, lands what came back."""
+    """All buckets of a run: counts arrivals, sends what is due, lands what came back. `desk`: of those that
+    travel through codecs."""
+
+    desk: Desk | None = None
 
     def __init__(
         self, buckets: list[Bucket], transport: Transport, faces: Faces, stage: int, ledger: Ledger
@@ -175,56 +38,7 @@ class Gradients:
         self._flying: deque[tuple[Bucket, Work]] = deque()
         self._aside: dict[int, list[Tensor | None]] = {}
         for bucket in buckets:
-            self._make_landing(bucket, faces, ledger)
-
-    def _make_landing(self, bucket: Bucket, faces: Faces, ledger: Ledger) -> None:
-        """The tensors that `home.grad` will show, made once: memory and DTensor wrappers are reused every
-        step."""
-        rank, pack = self.transport.rank, bucket.pack
-        start, size = pack.starts[rank], pack.pieces[rank]
-        in_place = (
-            self.stage <= 1 and bucket.dtype == bucket.wire_dtype and bucket.wire.mine.device == bucket.device
-        )
-        if in_place:
-            bucket.landed = bucket.wire.mine[start : start + size]
-        else:
-            bucket.landed = torch.zeros(size, dtype=bucket.dtype, device=bucket.device)
-            if self.stage > 0:
-                ledger.book("gradients", bucket.landed.nbytes)
-        if self.stage == 0:
-            self._make_whole(bucket, in_place, ledger)
-            return
-        rows = [
-            bucket.landed[at : at + s.held(rank)].view(s.local_shape(rank))
-            for s, at in zip(pack.slots, pack.offsets(rank), strict=True)
-        ]
-        bucket.grads = [faces.show(view, slot) for view, slot in zip(rows, pack.slots, strict=True)]
-
-    def _make_whole(self, bucket: Bucket, in_place: bool, ledger: Ledger) -> None:
-        pack = bucket.pack
-        if bucket.dtype != bucket.wire_dtype:
-            # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike at
-            # other stages.
-            size = pack.pieces[self.transport.rank]
-            key = f"{bucket.wire.key} {bucket.index} reduced"
-            bucket.reduced = self.transport.allocate(key, size, bucket.dtype)
-            bucket.reduced_at = (0,) * pack.world
-            if bucket.reduced.mine.device == bucket.device:
-                bucket.landed = bucket.reduced.mine
-            ledger.book("buckets", bucket.reduced.mine.nbytes)
-        if in_place:
-            bucket.whole = bucket.wire.mine[: pack.wire]
-        else:
-            bucket.whole = torch.zeros(pack.wire, dtype=bucket.dtype, device=bucket.device)
-            ledger.book("gradients", bucket.whole.nbytes)
-        places = zip(pack.slots, pack.full_offsets, strict=True)
-        bucket.grads = [bucket.whole[at : at + s.numel].view(s.shape) for s, at in places]
-        spans = list(zip(pack.starts, pack.pieces, strict=True))
-        bucket.back = [[bucket.whole[at : at + n]] for at, n in spans]
-        if in_place:
-            bucket.back[self.transport.rank] = []
-        fetched = zip(bucket.reduced_at, pack.pieces, strict=True)
-        bucket.cuts = [[(at, n)] for at, n in fetched]
+            bucket.make_landing(stage, faces, ledger)
 
     # ------------------------------------------------------------------ during backward
 
@@ -269,7 +83,7 @@ class Gradients:
     def _land_oldest(self) -> None:
         bucket, work = self._flying.popleft()
         work.wait()
-        if self.stage > 0:
+        if self.stage > 0 and not bucket.rounds:
             self._show(bucket)
 
     # ------------------------------------------------------------------ at the end of backward
@@ -280,28 +94,47 @@ class Gradients:
             self._send(self.buckets[self._next])
         while self._flying:
             self._land_oldest()
+        self._go_on()
         if self.stage == 0:
             self._gather_whole()
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)
+        self._over()
+
+    def _over(self) -> None:
         self._next = 0
+        if self.desk is not None:
+            self.desk.over()
+
+    def _go_on(self) -> None:
+        """Further rounds of the buckets that need them, all buckets together."""
+        last = max((bucket.rounds for bucket in self.buckets), default=0)
+        for number in range(1, last + 1):
+            going = [bucket for bucket in self.buckets if bucket.rounds >= number]
+            for work in [bucket.go_on(number) for bucket in going]:
+                work.wait()
+        for bucket in self.buckets:
+            if bucket.rounds:
+                self._show(bucket)
 
     def _gather_whole(self) -> None:
         """Stage 0: every rank fetches the reduced pieces of the others."""
-        rank = self.transport.rank
-        for bucket in self.buckets:
+        rank, buckets = self.transport.rank, [bucket for bucket in self.buckets if not bucket.rounds]
+        if not buckets:
+            return
+        for bucket in buckets:
             own = bucket.reduced.mine[bucket.reduced_at[rank] :][: bucket.pack.pieces[rank]]
             if bucket.landed is not None and own.data_ptr() != bucket.landed.data_ptr():
                 own.copy_(bucket.landed)
         self.transport.open()
         works = [
             self.transport.gather("reduce", f"{b.wire.key}/whole{b.index}", b.reduced, b.cuts, b.back)
-            for b in self.buckets
+            for b in buckets
         ]
         for work in works:
             work.wait()
         self.transport.fence()  # what is shown may be added to, and peers read it in place
-        for bucket in self.buckets:
+        for bucket in buckets:
             self._show(bucket)
 
     def _show(self, bucket: Bucket) -> None:
@@ -330,6 +163,16 @@ class Gradients:
             for part in parts:
                 grad.add_(part)
             param.home.grad = bucket.grads[index]
+
+    def private(self) -> list[Private]:
+        """What this rank has of its own and goes into checkpoints: of codecs that keep what they did not
+        send. It may change in backward."""
+        mine = [private for bucket in self.buckets for private in bucket.private()]
+        return mine + (self.desk.private() if self.desk is not None else [])
+
+    def errors(self) -> dict[str, float]:
+        """By codec: what it loses; see [Note: what is measured]."""
+        return self.desk.errors() if self.desk is not None else {}
 
     def redirect(self, param: Param, grad: Tensor) -> Tensor:
         """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a
@@ -429,3 +272,10 @@ class LocalGradients:
         for bucket in self._local_buckets:
             bucket.send()
             bucket.waiting = len(bucket.params)
+
+    def errors(self) -> dict[str, float]:
+        return {}
+
+    def private(self) -> list[Private]:
+        """Nothing travels, so nothing is left unsent."""
+        return []

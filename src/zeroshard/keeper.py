@@ -45,8 +45,9 @@ class Keeper:
         what = f"saving to {os.path.abspath(path)}"
         snapshot = snapshot_of(runtime, self.model, company, saver.peers, what, background)
         # Forward and backward change no master and no moment, so the copy can be made beside them; but host
-        # updates begin in backward.
-        lazy = runtime.host is None or not runtime.host.parts
+        # updates begin in backward, and so do changes of what a pace or a codec keeps.
+        early = runtime.pace.early or bool(runtime.pace.private())
+        lazy = not early and (runtime.host is None or not runtime.host.parts)
         pending = saver.save(path, snapshot, keep=keep, background=background, lazy=lazy)
         if isinstance(pending, PendingSave):
             runtime.reader = pending.copied

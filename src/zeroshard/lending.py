@@ -1,55 +1,76 @@
-"""The bytes of the buffers that whole units are lent for a while. Integers only."""
+"""Which gathered buffers are lent at one time in a training step. Integers only.
+
+Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one comes,
+and gathers run some units ahead where the transport overlaps. A recomputed unit comes before the one above it
+has gone.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from .division import Division
-from .shapes import WIDTHS
+Sizes = Counter[tuple[int, str]]  # elements and dtype of a buffer -> how many
 
 
-def gathered(setup: Division) -> int:
-    """Bytes of the pool's buffers after a training step: what ever was lent at one time, size by size.
-
-    Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one
-    comes, and gathers run `prefetch` units ahead where the transport overlaps. A recomputed unit comes
-    before the one above it has gone.
-    """
-    order, lent = [unit.name for unit in setup.units], dict[str, None]()
-    sizes = {name: Counter[tuple[int, str]]() for name in order}
-    most, now = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-    for bundle in setup.bundles:
-        if not setup.keeps(bundle):
-            sizes[bundle.unit][bundle.full, bundle.compute] += 1
-    ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
+def most_lent(
+    sizes: Mapping[str, Sizes],
+    stages: Mapping[str, Sizes],
+    ahead: int,
+    recomputes: Callable[[str], bool],
+    at_once: bool = False,
+) -> Sizes:
+    """The most buffers of each size. `sizes`: what every unit gathers, in forward order; nothing where it is
+    always whole. `stages`: where its codes arrive meanwhile; `at_once`: those of all units together."""
+    order, most = list(sizes), Sizes()
+    lent, arriving = _Held(sizes, most), _Held(stages, most)
 
     def take(names: Sequence[str]) -> None:
         for name in names:
-            if name not in lent:
-                lent[name] = None
-                now.update(sizes[name])
-                for key in sizes[name]:
-                    most[key] = max(most[key], now[key])
+            if name not in lent.names:
+                lent.take(name)
+                arriving.take(name)
 
-    def give(name: str) -> None:
-        if name in lent:
-            del lent[name]
-            now.subtract(sizes[name])
-
+    if at_once:
+        for name in order:
+            arriving.take(name)
+        for name in order:
+            arriving.give(name)
     for place, name in enumerate(order):
         take(order[place : place + 1 + ahead])
+        arriving.give(name)
         if name != order[0] and place < len(order) - 1:
-            give(name)
+            lent.give(name)
     above: str | None = None
     for place in reversed(range(len(order))):
         if not sizes[order[place]]:
             continue  # always whole: backward does not notice it
         coming = order[max(place - ahead, 0) : place + 1][::-1]
-        if setup.recomputes(order[place]):
+        if recomputes(order[place]):
             take(coming)
         if above is not None and above != order[0]:
-            give(above)
+            lent.give(above)
         take(coming)
+        arriving.give(order[place])
         above = order[place]
-    return sum(count * numel * WIDTHS[dtype] for (numel, dtype), count in most.items())
+    return most
+
+
+class _Held:
+    """What is held at one time, and in `most` the most of each size that ever was."""
+
+    def __init__(self, sizes: Mapping[str, Sizes], most: Sizes) -> None:
+        self.names: set[str] = set()
+        self._sizes, self._most, self._now = sizes, most, Sizes()
+
+    def take(self, name: str) -> None:
+        if name not in self.names:
+            self.names.add(name)
+            self._now.update(self._sizes[name])
+            for key in self._sizes[name]:
+                self._most[key] = max(self._most[key], self._now[key])
+
+    def give(self, name: str) -> None:
+        if name in self.names:
+            self.names.discard(name)
+            self._now.subtract(self._sizes[name])

@@ -1,50 +1,13 @@
-"""The bytes that gradients and the meetings of ranks take: wires, landings, and what a `sync=` policy keeps.
-Integers only."""
+"""The bytes that meetings of ranks take beside their wires: what a transport's operations pass through, and
+what ranks that train apart keep. Integers only."""
 
 from __future__ import annotations
 
+from .coding import wire_bytes
 from .division import Division, choices
 from .layout import Pack, buckets, slots_for
-from .policy import Delayed, Local
-from .shapes import WIDTHS, Bucket, Buffers, Weight
-
-RING = 3  # wires in flight from stage 2 on, as in `build`
-
-
-def gradient_bytes(setup: Division) -> Buffers:
-    """Wires and landings. Where gradients do not travel there is neither: the leaf's gradient becomes the
-    home's, and lasts until `zero_grad`. One step behind, each bucket has a wire of its own and lands
-    twice."""
-    behind = any(isinstance(one, Delayed) for one in choices(setup.options))
-    if not setup.reduces:
-        alone = [b for b in setup.buckets if b.part is None]
-        once = sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights)
-        return Buffers(gradients=once * (2 if behind else 1))
-    groups: dict[tuple[str, str], list[Bucket]] = {}
-    for bucket in setup.buckets:
-        groups.setdefault((bucket.wire, bucket.landed), []).append(bucket)
-    wires, landed, whole, reduced = 0, 0, 0, 0
-    stage = setup.options.stage
-    for (wire, dtype), members in groups.items():
-        if setup.options.shards_grads and not behind:
-            numel = min(RING, len(members)) * max(b.wire_numel for b in members)
-        else:
-            numel = sum(b.wire_numel for b in members)
-        pieces = sum(b.piece(setup.rank) for b in members) * WIDTHS[dtype]
-        if stage == 0:  # where dtypes agree, the wire is the gradient
-            whole += numel * WIDTHS[dtype]
-            if dtype != wire:
-                wires += numel * WIDTHS[wire]
-                reduced += pieces
-            continue
-        wires += numel * WIDTHS[wire]
-        if behind:
-            landed += 2 * pieces
-        elif stage > 1 or dtype != wire:
-            landed += pieces
-    if stage == 1:
-        return Buffers(gradients=wires + landed)
-    return Buffers(gradients=whole + landed, buckets=wires + reduced)
+from .policy import Local
+from .shapes import WIDTHS, Buffers, Weight
 
 
 def stage_bytes(setup: Division) -> int:
@@ -59,6 +22,9 @@ def stage_bytes(setup: Division) -> int:
 
     world = setup.world
     for bucket in setup.buckets if setup.reduces else ():
+        if bucket.codec is not None:
+            need("uint8", wire_bytes(bucket.codec, bucket.pack, WIDTHS[bucket.wire]))
+            continue
         each, total = max(bucket.piece(0), bucket.piece(setup.rank)), bucket.wire_numel
         even = each * world == total
         if WIDTHS[bucket.wire] == 2:

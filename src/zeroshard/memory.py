@@ -8,17 +8,20 @@ padding nor buffers.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .config import Options
 from .division import Division
 from .layout import aligned
-from .lending import gathered
-from .meeting import gradient_bytes, meeting_bytes, stage_bytes
+from .lending import Sizes, most_lent
+from .meeting import meeting_bytes, stage_bytes
 from .placement import Budget, Buffering, Bytes, Demand, Placement, Rest, Wish, arrange
-from .shapes import GRAIN, WIDTHS, Buffers
+from .shapes import GRAIN, WIDTHS, Buffers, Part
+from .wires import gradients_of
 
+BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 # What setups that differ in the units that they recompute have in common.
 _SHARED = ("places", "slots", "bundles", "parts", "buckets", "stage", "bucket_of", "trainable", "_dtypes")
 
@@ -40,14 +43,31 @@ class Setup(Division):
         return placed(self)
 
     @cached_property
+    def held(self) -> Buffers:
+        """`buffers_of` this, reckoned once."""
+        return buffers_of(self)
+
+    def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
+        """The same with other units recomputed: of all bytes only those of gathered units depend on it."""
+        made = replace(self, options=replace(self.options, recompute=recompute))
+        made.__dict__.update({name: getattr(self, name) for name in _SHARED})
+        made.__dict__["held"] = replace(self.held, gathered=gathered(made))
+        return made
+
+    @cached_property
+    def stage(self) -> int:
+        """`stage_bytes` of this, reckoned once."""
+        return stage_bytes(self)
+
+    @cached_property
     def demands(self) -> tuple[list[Demand], Buffering]:
-        """See `demanded`."""
-        return demanded(self)
+        """See `demands_of`."""
+        return demands_of(self)
 
     def placed_as(self, placement: Placement) -> Setup:
         """The same with every unit's tiers decided. What does not depend on them is not reckoned again."""
         made = replace(self, placement=placement)
-        made.__dict__.update(slots=self.slots, bundles=self.bundles)
+        made.__dict__.update(slots=self.slots, bundles=self.bundles, _dtypes=self._dtypes)
         return made
 
     def bundled_as(self, options: Options) -> Setup:
@@ -61,27 +81,8 @@ class Setup(Division):
         """The same ``auto`` with another share of the device."""
         offload = self.options.offload
         assert offload is not None
-        options = replace(self.options, offload=replace(offload, device_bytes=device_bytes))
-        made = replace(self, options=options)
-        made.__dict__.update(slots=self.slots, bundles=self.bundles, demands=self.demands)
-        return made
-
-    @cached_property
-    def held(self) -> Buffers:
-        """`buffers_of` this, reckoned once."""
-        return buffers_of(self)
-
-    @cached_property
-    def stage(self) -> int:
-        """`stage_bytes` of this, reckoned once."""
-        return stage_bytes(self)
-
-    def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
-        """The same with other units recomputed: of all bytes only those of gathered units depend on it."""
-        made = replace(self, options=replace(self.options, recompute=recompute))
-        shared = {name: getattr(self, name) for name in _SHARED}
-        made.__dict__.update(shared)
-        made.__dict__["held"] = replace(self.held, gathered=gathered(made))
+        made = self.bundled_as(replace(self.options, offload=replace(offload, device_bytes=device_bytes)))
+        made.__dict__["demands"] = self.demands
         return made
 
 
@@ -97,31 +98,11 @@ def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int =
     return numel * (2 * width + state - sum(shared) + sum(shared) / world)
 
 
-def heaviest(setup: Setup) -> Setup:
-    """The same, seen from the rank that owns most. Rows make that the first; whole tensors, the one that
-    was dealt most."""
-    load = Counter[int]()
-    for slot in setup.slots.values():
-        if slot.split == "whole":
-            load[slot.owner] += slot.numel
-    return replace(setup, rank=max(load, key=lambda rank: (load[rank], -rank))) if load else setup
-
-
-def imbalance(setup: Setup) -> float:
-    """How much more than the mean the fullest rank owns: 0.01 is 1 %. Nothing where nothing is divided."""
-    divided = [slot for slot in setup.slots.values() if slot.split != "copy"]
-    total = sum(slot.numel for slot in divided)
-    if not total:
-        return 0.0
-    rank = heaviest(setup).rank
-    return sum(slot.held(rank) for slot in divided) * setup.world / total - 1.0
-
-
 def buffers_of(setup: Setup) -> Buffers:
     """Every lasting buffer of a rank once its run has taken a step or two."""
     return (
         _weights(setup)
-        + gradient_bytes(setup)
+        + gradients_of(setup.buckets, setup.options.stage, setup.reduces, setup.rank, setup.behind)
         + meeting_bytes(setup)
         + _host(setup)
         + Buffers(state=_moments(setup, host=False).total(), gathered=gathered(setup))
@@ -131,8 +112,11 @@ def buffers_of(setup: Setup) -> Buffers:
 def _weights(setup: Setup) -> Buffers:
     rank, total = setup.rank, Buffers()
     for bundle in setup.bundles:
-        size = WIDTHS[bundle.compute] * (bundle.full if setup.keeps(bundle) else bundle.body(rank))
-        total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
+        numel = bundle.full if setup.keeps(bundle) else bundle.body(rank) + setup.cached(bundle)
+        size = WIDTHS[bundle.compute] * numel
+        if setup.rows_rest(bundle) != "disk":
+            total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
+        total += Buffers(parameters=setup.codes_held(bundle))
         if setup.own_master(bundle):
             total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
     return total
@@ -143,16 +127,18 @@ def _host(setup: Setup) -> Buffers:
     moments = _moments(setup, host=True).total()
     if offload is None:
         return Buffers(host=moments)
-    int8, host, disk, native = offload.moments == "int8", 0, [], []
+    int8, host, disk, staged = offload.moments == "int8", 0, [], []
     for part in setup.parts:
         landed = setup.grad_dtypes(part.weights[0])[1]
-        if part.native:
-            native.append(part.stage_bytes(landed))
+        if part.kernel:
+            staged.append(part.stage_bytes(landed))
         if part.rest == "disk":
             disk.append(part.disk_bytes(int8))
         else:
-            host += part.state_bytes(int8) + (0 if part.native else part.numel * WIDTHS[landed])
-    staging = min(offload.stages, len(native) + 1) * aligned(max(native), 64) if native else 0
+            host += part.state_bytes(int8)
+        host += _landed_bytes(setup, part)
+    staging = min(offload.stages, len(staged) + 1) * aligned(max(staged), 64) if staged else 0
+    staging += _blocks([part for part in setup.parts if part.paged])
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
     return Buffers(host=host + berths + moments, staging=staging, disk=sum(disk))
 
@@ -161,32 +147,48 @@ def placed(setup: Setup) -> Placement:
     """What ``auto`` comes to: every unit's bytes in each tier, within the budgets of the options."""
     offload = setup.options.offload
     assert offload is not None
-    by_rows = setup.world > 1 and not setup.options.shards_params  # streams no parameters
-    wish = Wish(offload.optimizer, offload.parameters, ("device",) if by_rows else ("device", "host"))
+    wish = Wish(offload.optimizer, offload.parameters, _parameter_rests(setup, offload.path is not None))
     budget = Budget(offload.device_bytes, offload.host_bytes, None if offload.path is not None else 0)
     demands, buffering = setup.demands
     return arrange(demands, budget, wish, buffering)
 
 
-def demanded(setup: Setup) -> tuple[list[Demand], Buffering]:
-    """What every unit takes in each tier, and what offloading itself takes: whatever the budgets are."""
+def demands_of(setup: Setup) -> tuple[list[Demand], Buffering]:
+    """What every unit takes in each tier, and what offloading itself takes."""
     labels = [unit.label for unit in setup.units]
 
     def there(rest: Rest) -> Setup:
         return setup.placed_as(Placement.uniform(labels, rest, "device" if rest == "device" else "host"))
 
     near, host, disk = there("device"), there("host"), there("disk")
-    weights = [_weights_by_unit(way) for way in (near, host, disk)]
+    weights = [_weights_by_unit(near), _weights_by_unit(host), Counter[str]()]
+    for part in disk.parts:
+        weights[2][part.unit] += part.weight_bytes()
     state = [_state_by_unit(way, away) for way, away in ((near, False), (host, True), (disk, True))]
     demands = [
         Demand(unit.label, Bytes(*(s[unit.name] for s in state)), Bytes(*(w[unit.name] for w in weights)))
         for unit in setup.units
     ]
-    return demands, Buffering(
-        gathered(host) if setup.world == 1 else 0,
-        _host(host).staging,
-        _host(disk).host - _moments(disk, host=True).total(),
-    )
+    passing = _host(disk).host - _moments(disk, host=True).total()  # and gradients that the loop sees
+    lent = gathered(host) if setup.world == 1 else 0
+    return demands, Buffering(lent, _host(host).staging, passing, _blocks(disk.parts))
+
+
+def _blocks(parts: Sequence[Part]) -> int:
+    """The ring that weights on the disk pass through."""
+    return BLOCKS * min(REQUEST, max((part.weight_bytes() for part in parts), default=0))
+
+
+def _parameter_rests(setup: Setup, disk: bool) -> tuple[Rest, ...]:
+    """The tiers that parameters can rest in: the device where they stay whole, the disk on one rank."""
+    if setup.world > 1 and not setup.options.shards_params:
+        return ("device",)
+    return ("device", "host", "disk") if setup.world == 1 and disk else ("device", "host")
+
+
+def _landed_bytes(setup: Setup, part: Part) -> int:
+    """Host memory for gradients that the loop sees."""
+    return 0 if part.native else part.numel * WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
 
 
 def _weights_by_unit(setup: Setup) -> Counter[str]:
@@ -202,9 +204,10 @@ def _state_by_unit(setup: Setup, away: bool) -> Counter[str]:
     assert offload is not None
     int8, total = offload.moments == "int8", _moments(setup, host=away)
     for part in setup.parts:
-        landed = WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
-        size = part.disk_bytes(int8) if part.rest == "disk" else part.state_bytes(int8)
-        total[part.unit] += size + (0 if part.native else part.numel * landed)
+        if part.rest == "disk":  # gradients that the loop sees are not there
+            total[part.unit] += part.disk_bytes(int8)
+        else:
+            total[part.unit] += part.state_bytes(int8) + _landed_bytes(setup, part)
     for b in setup.bundles:
         if setup.own_master(b):
             total[b.unit] += WIDTHS[b.master] * b.body(setup.rank)
@@ -215,7 +218,7 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
     """By unit, state that torch's own optimizer makes at its first step, beside the rows that it updates.
     Scalars are not counted."""
     total = Counter[str]()
-    native = {w.name for part in setup.parts if part.native for w in part.weights}
+    native = {w.name for part in setup.parts if part.kernel for w in part.weights}
     for bundle in setup.bundles:
         if (setup.state_rest(bundle) != "device") == host:
             width = WIDTHS[bundle.master]
@@ -223,3 +226,21 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
                 if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
                     total[bundle.unit] += slot.held(setup.rank) * width * setup.rules[weight.rule].moments
     return total
+
+
+def gathered(setup: Setup) -> int:
+    """Bytes of the pool's buffers after a training step; see `lending`."""
+    sizes = {unit.name: Sizes() for unit in setup.units}
+    stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
+    for bundle in setup.bundles:
+        if not setup.keeps(bundle):
+            sizes[bundle.unit][bundle.full, bundle.compute] += 1
+        if setup.codes(bundle):
+            ranks = range(setup.world)
+            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
+            scratches.add(max(bundle.body(rank) for rank in ranks))
+    ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
+    at_once = setup.overlaps and setup.resident  # all are published at once
+    most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)
+    lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
+    return lasting + sum(numel * WIDTHS["float32"] for numel in scratches)

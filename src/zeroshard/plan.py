@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args, get_type_hints
 from rich.console import Console, Group
 from rich.table import Table
 
+from .codec import from_settings
 from .config import Numerics, Options, Stage, show_bytes
-from .errors import PlanError
+from .errors import OptionError, PlanError
 
 FORMAT = 2
 Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]
@@ -261,9 +262,14 @@ def from_plain(value: Any) -> Any:
     if kind == "float":
         return float(made["value"])
     found = records().get(str(kind))
-    if found is None:
-        raise PlanError(f"this plan has an option of type {kind!r}, which this ZeroShard does not know.")
-    return found(**made)
+    if found is not None:
+        return found(**made)
+    try:
+        return from_settings({"kind": kind, **made})
+    except OptionError as error:
+        raise PlanError(
+            f"this plan has an option of type {kind!r}, which this ZeroShard does not know: {error}"
+        ) from error
 
 
 @cache

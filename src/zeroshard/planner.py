@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
+from .balance import heaviest, imbalance
 from .config import Offload, Options, Precision, Stage, Tier
 from .division import NATIVE
 from .errors import OptionError, PlanError
 from .machine import Machine
-from .memory import Setup, heaviest, imbalance
+from .memory import Setup
 from .plan import PLACINGS, Candidate, Placing, settings_of
 from .pricing import seconds_of, sent_by_rank
 from .shapes import WIDTHS, Block, Buffers, Rule
@@ -196,16 +197,13 @@ class Question:
         return True
 
     def _has_disk_for(self, placing: Placing) -> bool:
-        """What rests on a disk is updated by the overlapped host update alone."""
+        """What rests on a disk is updated by the native kernels alone."""
         given = self.options.offload is not None and placing == placing_of(self.options.offload)
         if given or "disk" not in placing:
             return True
         if self.disk_path is None or (placing == "some on disk" and self.host_limit is None):
             return False
-        precision = self.options.precision
-        scaled = precision is not None and precision.compute == "float16"
-        fast = all(rule.name in NATIVE for rule in self.rules)
-        return self.options.clip_norm is not None and fast and not scaled
+        return all(rule.name in NATIVE for rule in self.rules)
 
     def by_precision(self) -> Iterator[Question]:
         """One question for each precision that is allowed."""

@@ -39,7 +39,6 @@ class AskKeys(TypedDict, total=False):
     disk_path: str | None
     memory_limit_per_node: int | str | None
     nodes: int | None
-    ranks_per_node: int | None
     batch: Any
     loss: Loss | None
     machine: str | Machine | None
@@ -50,7 +49,7 @@ class PlanKeys(OptionKeys, AskKeys, total=False):
     """All keyword arguments of `plan`."""
 
 
-ASKED = tuple(AskKeys.__annotations__)
+ASKED = (*AskKeys.__annotations__, "ranks_per_node")
 
 
 def plan(
@@ -157,6 +156,8 @@ def inquiry_for(
     batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
     per_node = wanted.get("ranks_per_node") or min(place.ranks, place.machine.node)
+    if options.node_cache:
+        options = replace(options, ranks_per_node=per_node)
     resting = sum(b.numel() * b.element_size() for b in model.buffers())
 
     def optional(name: str) -> int | None:
@@ -194,7 +195,7 @@ def inquiry_for(
 def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[str, Any]:
     """What may be chosen: all that the user left open."""
     made: dict[str, Any] = {"free": frozenset(("prefetch", "bucket_bytes", "split")) - set(given)}
-    if "stage" in given:
+    if "stage" in given or options.node_cache:
         made["stages"] = (options.stage,)
     if "offload" in given:
         made["placings"] = (placing_of(options.offload),)

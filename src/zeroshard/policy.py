@@ -6,6 +6,7 @@ say, and no planner picks them unasked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +17,20 @@ Numerics = Literal["exact", "rounding", "approximate"]
 
 @dataclass(frozen=True)
 class EveryStep:
-    """Every update uses the gradient of all ranks of the same step. Exact, and the default."""
+    """Every update uses the gradient of all ranks of the same step. Exact, and the default.
+
+    `compress`: as a choice of `Adaptive`, the codec (or mapping from name patterns to codecs) that gradients
+    travel through while it is in force, in place of `shard`'s.
+    """
+
+    compress: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compress, Mapping):
+            object.__setattr__(self, "compress", tuple(self.compress.items()))
+
+    def __repr__(self) -> str:
+        return "EveryStep()" if self.compress is None else f"EveryStep(compress={self.compress!r})"
 
     @property
     def numerics(self) -> Numerics:
@@ -112,7 +126,8 @@ class Local:
 class Adaptive:
     """Moves between the listed choices by what it measures, on all ranks at once, and says each move and why.
 
-    - `choices`: sync policies, the most faithful first. It begins with the first.
+    - `choices`: sync policies, the most faithful first. It begins with the first. Codecs can be chosen among,
+      too: ``EveryStep(compress=Int8())``. Each codec has buffers and state of its own.
     - `window`: steps that are measured before it decides; the first of each window is left out.
     - `gain`: a choice must make steps shorter by this share to be preferred to one that stands before it.
     - `unrest`: while the gradient's norm changes by more than this factor within a window, only the first
@@ -158,12 +173,23 @@ def local_steps(sync: Sync) -> bool:
     return any(isinstance(part, Local) for part in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
 
 
+def codec_choices(sync: Sync) -> bool:
+    """Whether codecs are chosen among."""
+    parts = sync.choices if isinstance(sync, Adaptive) else ()
+    return any(isinstance(part, EveryStep) and part.compress is not None for part in parts)
+
+
 def check_sync(sync: object, stage: int) -> None:
     """Whether `sync` is a policy and works at this stage; an error that names what does otherwise."""
     if not isinstance(sync, (EveryStep, Delayed, Local, Adaptive)):
         known = "zs.EveryStep(), zs.Delayed(), zs.Local(...) or zs.Adaptive(...)"
         raise OptionError(f"sync={sync!r} is no policy; pass {known}.")
     parts = sync.choices if isinstance(sync, Adaptive) else (sync,)
+    if isinstance(sync, EveryStep) and sync.compress is not None:
+        raise OptionError(
+            "sync=EveryStep(compress=...) is a choice of Adaptive; for one codec throughout pass "
+            "shard(..., compress=...)."
+        )
     if stage > 0 and any(isinstance(part, Local) for part in parts):
         raise OptionError(
             "sync=Local(...) needs stage=0, where every rank holds all parameters, and this is stage "

@@ -57,7 +57,10 @@ class Wish:
                 f"a plan says all: {', '.join(f'{n}=' for n in [*asked, *keywords])} cannot be beside it. "
                 "Plan again with zs.plan(...) to change something."
             )
-        if asked and "limit" not in asked and "memory_limit_per_node" not in asked:
+        planned = "limit" in asked or "memory_limit_per_node" in asked
+        if "ranks_per_node" in asked and not planned:  # an option of unplanned runs, too
+            keywords["ranks_per_node"] = asked.pop("ranks_per_node")
+        if asked and not planned:
             raise OptionError(
                 f"{next(iter(asked))}= is for a run that is planned: pass limit= as well, or drop it."
             )
@@ -160,9 +163,8 @@ class Promise:
         if plan.host_limit is not None:
             tiers.append((ON_HOST, plan.host_limit // plan.ranks_per_node, "a rank's share of host_limit is"))
         if plan.disk_limit is not None:
-            tiers.append(
-                (("disk",), plan.disk_limit // plan.ranks_per_node, "a rank's share of disk_limit is")
-            )
+            share = plan.disk_limit // plan.ranks_per_node
+            tiers.append((("disk",), share, "a rank's share of disk_limit is"))
         for kinds, most, what in tiers:
             rest = most - sum(more.get(kind, 0) for kind in kinds)
             ledger.cap(kinds, rest, f"{what} {show_bytes(most)}")

@@ -11,9 +11,10 @@ from dataclasses import replace
 from torch import nn
 from torch.optim import Optimizer
 
+from .balance import heaviest
 from .comm import Transport
 from .config import Offload, Options
-from .memory import Setup, heaviest
+from .memory import Setup
 from .placement import Placement
 from .planning import blocks_of, rules_of
 from .units import find_units

@@ -8,9 +8,10 @@ been read: a load that fails leaves no half of an optimizer behind.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .checkpoint.manifest import Entry, Manifest
 from .checkpoint.records import Held, Loaded
 from .errors import CheckpointError
 from .part import Part
+from .private import Private
 from .runtime import Runtime
 from .snapshot import (
     MOMENTS,
@@ -33,11 +35,14 @@ from .snapshot import (
     pace_held,
     paged_held,
     parameter_held,
+    private_held,
     restore_random,
     seats_of,
     state_held,
 )
 from .step import rows_suffice
+
+log = logging.getLogger("zeroshard")
 
 # Optimizers whose state means the same.
 ALIKE = {"AdamW": "Adam"}
@@ -52,6 +57,37 @@ class Coded:
 
 
 @dataclass
+class Shares:
+    """Where a rank's own state comes from: the records that read it, one for each rank whose share it is."""
+
+    private: Private
+    held: list[Held]
+    begun: bool = False
+
+    @classmethod
+    def of(cls, private: Private, manifest: Manifest, rank: int, world: int) -> Shares:
+        """From the rank of this number where as many saved it; else as the record says."""
+        if private.join == "same" or manifest.world == world:
+            return cls(private, [private_held(private, rank)])
+        shares = cls(private, [])
+        if private.join == "mean":
+            for other in range(manifest.world):
+                shares.held.append(shares._added(private_held(private, other, 1.0 / manifest.world)))
+        return shares
+
+    def _added(self, held: Held) -> Held:
+        """Nothing is lost where the load fails before its first row: zeros are written with that."""
+
+        def write(first: int, values: Tensor) -> None:
+            if not self.begun:
+                self.private.reset()
+                self.begun = True
+            held.write(first, values)
+
+        return replace(held, write=write)
+
+
+@dataclass
 class Targets:
     """Where a checkpoint's rows go, and what becomes of the optimizers once they are there."""
 
@@ -61,6 +97,7 @@ class Targets:
     empty: list[Seat] = field(default_factory=list)  # had no state when saved
     coded: dict[int, Coded] = field(default_factory=dict)  # by id(part)
     groups: list[tuple[dict[str, Any], int, int]] = field(default_factory=list)  # and its place there
+    private: list[Shares] = field(default_factory=list)
 
 
 def targets_of(
@@ -76,6 +113,9 @@ def targets_of(
         return targets
     if strict:
         _check_company(company, manifest)
+    size = runtime.transport.size
+    targets.private = [Shares.of(private, manifest, rank, size) for private in runtime.pace.private()]
+    targets.held += [held for shares in targets.private for held in shares.held]
     entries: dict[str, dict[str, Entry]] = {}
     for entry in manifest.entries:
         if entry.kind.startswith("state:"):
@@ -202,6 +242,7 @@ def adopt(
         for group, o, g in targets.groups:
             _set_options(group, values["optimizers"][o]["groups"][g]["options"])
         _adopt_company(company, values)
+        _adopt_private(targets.private, loaded, runtime.transport.size, runtime.transport.rank)
         same_world = loaded.own is not None and loaded.world == runtime.transport.size
         own_sync = loaded.own.get("sync", {}) if loaded.own is not None and same_world else {}
         runtime.pace.adopt(values.get("sync", {}), own_sync)
@@ -221,6 +262,28 @@ def adopt(
         ) from error
     runtime.changed()
     return extra
+
+
+def _adopt_private(private: list[Shares], loaded: Loaded, world: int, rank: int) -> None:
+    """What was not there begins at zero. Rank 0 says what another number of ranks has made of it."""
+    absent, told = set(loaded.absent), Counter[tuple[str, str]]()
+    for shares in private:
+        mine = shares.private
+        if all((held.kind, held.name) in absent for held in shares.held):
+            mine.reset()
+            told[
+                mine.key,
+                "begins at zero: "
+                + (f"it is not in {loaded.path}" if shares.held else "it is each rank's own"),
+            ] += 1
+        elif len(shares.held) > 1:
+            told[mine.key, f"is the mean of the {loaded.world} that were saved"] += 1
+    if rank == 0:
+        for (key, what), count in told.items():
+            log.warning(
+                "%s of %d tensors on each of %d ranks %s (%d ranks had saved)",
+                key, count, world, what, loaded.world,
+            )  # fmt: skip
 
 
 def _adopt_own(runtime: Runtime, model: nn.Module, own: Mapping[str, Any], same_world: bool) -> None:

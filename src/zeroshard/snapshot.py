@@ -5,7 +5,8 @@ The optimizer's state goes by parameter name, so it finds its way at any world s
 
 - state tensors with the shape of a parameter's local rows are rows of it (Adam's moments);
 - all others are whole, and whoever holds one offers it (Adam's `step`, Adafactor's factors);
-- state that is no tensor travels as plain values.
+- state that is no tensor travels as plain values;
+- what every rank has of its own about the same tensor (`Private`) is saved once a rank.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .checkpoint.agree import together
+from .checkpoint.elements import dtype_name
 from .checkpoint.records import Held, Peers, Snapshot
 from .checkpoint.values import pack, unpack
 from .errors import CheckpointError, StateError
 from .native.abi import BLOCK
 from .native.moments8 import decode, scale_count
 from .part import Part
+from .private import Private
 from .runtime import Runtime
 from .shard import Faces, Param
 
@@ -74,6 +77,20 @@ def pace_held(runtime: Runtime, wanted: bool = False) -> list[Held]:
     """What belongs to the policy that keeps the ranks together: gradients to come, outer momentum."""
     kept = runtime.pace.kept(wanted)
     return [Held.of(k.name, f"sync:{k.key}", k.rows, k.start, k.height) for k in kept]
+
+
+def private_kind(private: Private, rank: int) -> str:
+    return f"private:{'same' if private.join == 'same' else rank}:{private.key}"
+
+
+def private_held(private: Private, rank: int, share: float | None = None) -> Held:
+    """What `rank` had of its own, flat; with a `share`, loading adds that share of it."""
+
+    def write(first: int, values: Tensor) -> None:
+        private.write(first, values, share)
+
+    kind, count, dtype = private_kind(private, rank), private.numel, dtype_name(private.dtype)
+    return Held(private.name, kind, (count,), dtype, (0, count), private.read, write)
 
 
 def host_parts(runtime: Runtime) -> list[Part]:
@@ -191,6 +208,7 @@ def snapshot_of(
     refuse_untimely("save", [problem for problem, _ in answers])
     runtime.settle_host()
     held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
+    held += [private_held(private, rank) for private in runtime.pace.private()]
     for seat in seats:
         if not seat.untouched:
             tensors = {key: value for key, value in seat.state.items() if isinstance(value, Tensor)}

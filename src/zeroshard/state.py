@@ -112,7 +112,10 @@ def _whole(
     state: dict[str, Any], param: Param, told: list[Any], transport: Transport, collect: Collect
 ) -> dict[str, Any]:
     """The whole state of one parameter, from the ranks that hold rows of it."""
-    source = next((rank for rank, keys in enumerate(told) if keys), None)
+    holders = [rank for rank, keys in enumerate(told) if keys]
+    if param.slot.split == "whole" and param.slot.owner in holders:
+        holders = [param.slot.owner]  # others may have a state without rows
+    source = next(iter(holders), None)
     if source is None:
         return {}
     whole: dict[str, Any] = {}
@@ -130,7 +133,7 @@ def _whole(
         else:
             tensor = (
                 mine.clone()
-                if mine is not None
+                if mine is not None and list(mine.shape) == facts[0]
                 else torch.empty(facts[0], dtype=dtype, device=param.local.device)
             )
             transport.broadcast("state", [tensor], source)

@@ -12,6 +12,9 @@ class Stats:
 
     - `sent`, `received`: bytes by kind (``reduce``: gradients, ``gather``: parameters of stage 3,
       ``publish``: updated parameters of stages 1 and 2, ``collect``, ``broadcast``).
+    - `between`: of `sent`, what went to ranks of other nodes, by kind; the rest stayed inside the node.
+    - `uncompressed`: what `sent` would be without codecs; `error`: by codec, the norm of what it lost of a
+      step's gradient over the gradient's norm, measured in every 16th step.
     - `waited`: seconds this rank waited for others, by kind.
     - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
       ``buckets``; with offload ``host``, ``staging``, ``disk``).
@@ -38,6 +41,14 @@ class Stats:
     sync: str = ""
     switches: tuple[str, ...] = ()
     planned: dict[str, int] = field(default_factory=dict)
+    between: dict[str, int] = field(default_factory=dict)
+    uncompressed: dict[str, int] = field(default_factory=dict)
+    error: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """Of `sent`, what went to ranks of the same node, by kind."""
+        return {kind: count - self.between.get(kind, 0) for kind, count in self.sent.items()}
 
     def __sub__(self, before: Stats) -> Stats:
         """What happened between two moments. Live and peak bytes are those of the later one."""
@@ -58,6 +69,9 @@ class Stats:
             self.sync,
             self.switches[len(before.switches) :],
             self.planned,
+            less(self.between, before.between),
+            less(self.uncompressed, before.uncompressed),
+            self.error,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -68,9 +68,9 @@ def load(path: str | os.PathLike[str], targets: Snapshot, peers: Peers, strict: 
     """Read the rows that `targets.held` name into them, and return the saved values; raises one text on every
     rank.
 
-    `strict` refuses tensors that are missing or left over; kinds of a single rank (RNG, residuals) are never
-    required. Shapes must always agree; floats may change their dtype. When it raises while reading, targets
-    may be partly overwritten.
+    `strict` refuses tensors that are missing or left over; kinds of a single rank (RNG, what
+    codecs left unsent) are never required. Shapes must always agree; floats may change their dtype. When it
+    raises while reading, targets may be partly overwritten.
     """
     folder = Path(os.path.abspath(path))
     found: list[tuple[Manifest, Match]] = []

@@ -6,8 +6,9 @@ groups.
 
 - **rows**: a range of dim 0 of a named tensor; a tensor without dims has one row.
 - **kind**: what the tensor is. ``parameter`` and ``buffer`` are the model (one namespace); ``state:<key>`` is
-  the optimizer's (``state:exp_avg``); ``rank:<r>`` belongs to rank r alone (its RNG); ``residual…`` to a
-  codec, ``sync:<key>`` to the policy by which the ranks meet.
+  the optimizer's (``state:exp_avg``); ``rank:<r>`` belongs to rank r alone (its RNG); ``private:<r>:<key>``
+  is what rank r had of its own about a tensor that all ranks have (a codec's residual; ``private:same:<key>``
+  where all have the same); ``sync:<key>`` belongs to the policy by which the ranks meet.
 - **span**: rows of one tensor that lie in one file.
 - **block**: the rows of a span that share one checksum.
 """
@@ -29,7 +30,7 @@ BLOCK = 4 << 20  # bytes that share a checksum: small enough that reading part o
 FILE_LIMIT = 4 << 30  # bytes of one rank file
 
 # Kinds whose absence is no error: they belong to one rank of one world size, or to one save.
-OPTIONAL_KINDS = ("rank", "residual", "sync", "value", "own")
+OPTIONAL_KINDS = ("rank", "private", "sync", "value", "own")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from .connect import connect
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .nccl import NcclTransport
+from .nodes import NodesTransport
 from .shm import ShmTransport
 from .transport import Counters, Region, Transport, Work
 
@@ -12,6 +13,7 @@ __all__ = [
     "GlooTransport",
     "LocalTransport",
     "NcclTransport",
+    "NodesTransport",
     "Region",
     "ShmTransport",
     "Transport",

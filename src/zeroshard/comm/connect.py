@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from zeroshard.errors import OptionError
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .nccl import NcclTransport
+from .nodes import NodesTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
 from .simulated import SimulatedTransport
+from .topology import Topology, by_count, by_host
 from .transport import Transport
 from .watch import Watch
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "connect"]
 
-NAMES = ("auto", "local", "shm", "gloo", "nccl")
+NAMES = ("auto", "local", "shm", "gloo", "nodes", "nccl")
 
 # By this rank and the ranks of the group: the store of its time, and what its transports share.
 _watches: dict[tuple[int, ...], tuple[Store, Watch]] = {}
@@ -38,12 +40,15 @@ def connect(
     transport: str = "auto",
     group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
+    ranks_per_node: int | None = None,
 ) -> Transport:
     """The transport `transport` between the ranks of `group` (default: all). Collective.
 
-    A group of torch's ``fake`` backend is simulated, whatever was asked. `auto` takes `local` for one rank,
-    `nccl` where the group has it and every rank its own GPU, `shm` where all ranks are processes of one host
-    that can read one another, else `gloo`.
+    A group of torch's ``fake`` backend is simulated, whatever was asked.
+
+    `auto` takes `local` for one rank, `nccl` where the group has it and every rank its own GPU, `shm` where
+    all ranks are processes of one host that can read one another, else `gloo`. A node is a host, or as many
+    ranks as `ranks_per_node` says.
     """
     if transport not in NAMES:
         raise OptionError(f"unknown transport {transport!r}: one of {', '.join(NAMES)}")
@@ -61,14 +66,37 @@ def connect(
         return SimulatedTransport(rank, size, device)
     store = _own_store(group)
     watch = _shared_watch(group, store)
-    chosen = _choose(Rendezvous(store, rank, size, timeout), device, transport, group)
+    places = _places(Rendezvous(store, rank, size, timeout), device, transport, group)
+    if ranks_per_node is None:
+        topology = by_host([str(place["host"]) for place in places])
+    else:
+        topology = by_count(size, ranks_per_node)
+    chosen = _choose(places, transport, topology)
+    if chosen == "nodes":
+        return NodesTransport(store, rank, topology, device, timeout)
+    made = _flat(chosen, transport == "auto", store, device, timeout, group, watch)
+    made.place(topology.nodes)
+    return made
+
+
+def _flat(
+    chosen: str,
+    or_gloo: bool,
+    store: Store,
+    device: torch.device,
+    timeout: float,
+    group: dist.ProcessGroup | None,
+    watch: Watch,
+) -> Transport:
+    """A transport that treats all peers alike."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     if chosen == "nccl":
         return NcclTransport(store, group if group is not None else _world(), device, timeout, watch)
     if chosen == "shm":
         try:
             return ShmTransport(store, rank, size, device, timeout)
         except OptionError:
-            if transport != "auto":
+            if not or_gloo:
                 raise
     return GlooTransport(store, rank, size, device, timeout, watch)
 
@@ -101,17 +129,21 @@ def _shared_watch(group: dist.ProcessGroup | None, store: Store) -> Watch:
     return held[1]
 
 
-def _choose(
+def _places(
     meeting: Rendezvous, device: torch.device, transport: str, group: dist.ProcessGroup | None
-) -> str:
-    """The same name on every rank, or the same OptionError."""
+) -> list[dict[str, Any]]:
+    """Where every rank is, and what it asks for."""
     here = {
         "asked": transport,
         "host": _host(),
         "gpu": _gpu(device),
         "nccl": device.type == "cuda" and "nccl" in str(dist.get_backend_config(group)),
     }
-    told = [value for value in meeting.share("place", here) if isinstance(value, dict)]
+    return [value for value in meeting.share("place", here) if isinstance(value, dict)]
+
+
+def _choose(told: list[dict[str, Any]], transport: str, topology: Topology) -> str:
+    """The same name on every rank, or the same OptionError."""
     asked = [value["asked"] for value in told]
     if len(set(asked)) > 1:
         raise OptionError(f"ranks ask for different transports: {', '.join(asked)} (in rank order)")
@@ -132,9 +164,26 @@ def _choose(
             "transport 'shm' needs all ranks on one host and in one process namespace, and they are on "
             f"{', '.join(hosts)}: use transport='gloo'"
         )
+    if transport == "nodes":
+        _check_nodes(told, topology)
     if transport != "auto":
         return transport
     return "nccl" if own_gpu else "shm" if one_host else "gloo"
+
+
+def _check_nodes(told: list[dict[str, Any]], topology: Topology) -> None:
+    """Whether ranks can be divided into nodes whose ranks share memory."""
+    trouble = topology.why_not_two_levels()
+    hosts = {(node, str(place["host"])) for node, place in zip(topology.nodes, told, strict=True)}
+    if trouble is None and len(hosts) > topology.count:
+        trouble = "ranks_per_node= puts ranks of different hosts on one node"
+    if trouble is None and any(place["gpu"] != "cpu" for place in told):
+        trouble = "it is for ranks without GPUs"
+    if trouble is not None:
+        raise OptionError(
+            f"transport 'nodes', which node_cache=True uses, joins nodes of several ranks, and {trouble}: "
+            "drop it, or to try it on one host pass ranks_per_node="
+        )
 
 
 def _host() -> list[str]:

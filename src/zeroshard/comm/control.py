@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -99,10 +99,13 @@ class Blocked:
 class Control:
     """This rank's control area and its view of the peers'."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, names: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self._names = range(size) if names is None else names  # what messages call the ranks
         self.progress: Callable[[], object] = lambda: None
         self._meet(Rendezvous(store, rank, size, timeout))
         self._areas = [memoryview(_memory(held)).cast("B") for held in self._held]
@@ -126,7 +129,10 @@ class Control:
                 try:
                     self._held.append(memfd.open_peer(peer, fd, _BYTES, torch.uint8))
                 except OSError as error:
-                    trouble = f"rank {self.rank} cannot open the memory of rank {other} (pid {peer}): {error}"
+                    trouble = (
+                        f"{self._name(self.rank)} cannot open the memory of {self._name(other)} "
+                        f"(pid {peer}): {error}"
+                    )
                     break
             meeting.cause = self._death
             troubles = [said for said in meeting.share("opened", trouble) if said is not None]
@@ -189,18 +195,20 @@ class Control:
         if told is not None:
             return told
         late = [r for r in range(self.size) if r != self.rank and self._words[r][word] < target]
+        me = self._name(self.rank)
         for other in late:
-            who = f"rank {other} (pid {self.pids[other]})"
+            who = f"{self._name(other)} (pid {self.pids[other]})"
             if self._words[other][STATE] == LEFT:
-                return f"{who} had ended or closed its run when rank {self.rank} waited for {what}"
+                return f"{who} had ended or closed its run when {me} waited for {what}"
             if not self._alive(other):
-                return f"{who} died while rank {self.rank} waited for {what}"
+                return f"{who} died while {me} waited for {what}"
         if waited > self.timeout:
-            names = ", ".join(f"rank {other}" for other in late)
-            return (
-                f"rank {self.rank} waited {waited:.0f} s for {what}, and {names} did not answer in that time"
-            )
+            names = ", ".join(map(self._name, late))
+            return f"{me} waited {waited:.0f} s for {what}, and {names} did not answer in that time"
         return None
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self._names[rank]}"
 
     def note(self) -> str | None:
         """Why a peer failed, if one has said so."""
@@ -217,7 +225,7 @@ class Control:
 
     def _death(self) -> str | None:
         dead = [r for r in range(self.size) if r != self.rank and not self._alive(r)]
-        return f"rank {dead[0]} (pid {self.pids[dead[0]]}) died" if dead else None
+        return f"{self._name(dead[0])} (pid {self.pids[dead[0]]}) died" if dead else None
 
     def _alive(self, rank: int) -> bool:
         state, birth = _process_state(self.pids[rank])
@@ -299,7 +307,7 @@ class Control:
 
     def _compare_labels(self, labels: list[str]) -> None:
         if len(set(labels)) > 1:
-            raise RankError(disagreement(labels))
+            raise RankError(disagreement(labels, self._names))
 
     def _write_text(self, at: int, room: int, text: str) -> None:
         data = text.encode()[: room - 8]
@@ -332,7 +340,7 @@ class _Stillness:
         patience = FOREIGN_PATIENCE if any(blocked.foreign for blocked in known) else PATIENCE
         if len(known) < len(seen) or now - self._since < patience:
             return None
-        return disagreement([blocked.label for blocked in known])
+        return disagreement([blocked.label for blocked in known], self._control._names)
 
 
 def _process_state(pid: int) -> tuple[str, str]:

@@ -22,7 +22,19 @@ from zeroshard.errors import RankError
 from . import bounce, failure
 from .link import Job, Link
 from .sums import sum_pieces
-from .transport import Cuts, Region, Transport, Work, fold, slices
+from .transport import (
+    HEAD,
+    Cuts,
+    Land,
+    Region,
+    Spans,
+    Transport,
+    Work,
+    fold,
+    length_of,
+    parts_of,
+    slices,
+)
 from .watch import Watch, disagreement
 
 if TYPE_CHECKING:
@@ -51,9 +63,11 @@ class GlooTransport(Transport):
         device: torch.device | None = None,
         timeout: float = 600.0,
         watch: Watch | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
-        self._link = Link(store, rank, size, timeout, watch)
+        self._names = names
+        self._link = Link(store, rank, size, timeout, watch, names)
         self._link.tag("mail", 0)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._lanes_used = 0
@@ -66,6 +80,11 @@ class GlooTransport(Transport):
     # Regions
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        return self.adopt(key, torch.zeros(numel, dtype=dtype))
+
+    def adopt(self, key: str, memory: torch.Tensor) -> Region:
+        """A region over flat host memory that the caller has. Collective in call order, as `allocate`."""
+        dtype = memory.dtype
         lane = self._lanes_free.pop() if self._lanes_free else self._lanes_used + 1
         self._lanes_used = max(self._lanes_used, lane)
         told = [json.loads(text) for text in self._mail(f"region '{key}'", [str(dtype), lane])]
@@ -76,7 +95,7 @@ class GlooTransport(Transport):
             )
         self._link.tag(f"reduce {lane}", 2 * lane)
         self._link.tag(f"gather {lane}", 2 * lane + 1)
-        return Region(key, torch.zeros(numel, dtype=dtype), lane)
+        return Region(key, memory, lane)
 
     def free(self, region: Region) -> None:
         self._settle(region)
@@ -101,14 +120,26 @@ class GlooTransport(Transport):
     def reduce(
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
+        return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale)
+
+    def reduce_from(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offered: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        scale: float,
+    ) -> Work:
+        """As `reduce`, with the pieces in any places of the wire: `offered[r]` is the one for rank r."""
         # Several buckets take turns on one wire, and so on its stage: what was there has been added by now.
         for move in self._pending.pop(wire, []):
             move.wait()
+        pieces = [piece.numel() for piece in offered]
         mine = pieces[self.rank]
         stage = self._stage(wire, "reduce", mine * (self.size - 1))
         landing = slices(stage, [mine] * (self.size - 1))
         receives = list(zip(self._peers, landing, strict=True)) if mine else []
-        offered = slices(wire.mine, pieces)
         sends = [(peer, offered[peer]) for peer in self._peers if pieces[peer]]
         label = f"its {kind} [{key}]"
         got, sent = self._link.start(label, f"reduce {wire.lane}", receives, sends)
@@ -116,6 +147,65 @@ class GlooTransport(Transport):
         move = _Move(self, kind, got, lambda: sum_pieces(out, sources, scale))
         self._begin(wire, move, sent)
         self._count_reduce(kind, pieces, wire.mine.element_size())
+        return move
+
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        for move in self._pending.pop(wire, []):
+            move.wait()  # the parts of an earlier turn lie where those of this one will
+        offered = parts_of(wire.mine, offers)
+        if varies:
+            return self._deal_varying(kind, key, wire, offered, takes, land)
+        parts = slices(self._stage(wire, "deal", sum(n for _, n in takes)), [n for _, n in takes])
+        parts[self.rank] = offered[self.rank]
+        receives = [(peer, parts[peer]) for peer in self._peers if takes[peer][1]]
+        sends = [(peer, offered[peer]) for peer in self._peers if offers[peer][1]]
+        got, sent = self._link.start(f"its {kind} [{key}]", f"reduce {wire.lane}", receives, sends)
+        move = _Move(self, kind, got, lambda: land(parts))
+        self._begin(wire, move, sent)
+        self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
+        return move
+
+    def _deal_varying(
+        self, kind: str, key: str, wire: Region, offered: list[torch.Tensor], takes: Spans, land: Land
+    ) -> Work:
+        """Heads first; when they have come, room for the rest is made. What follows a head is sent at once
+        behind it, and gloo keeps it back until it is asked for."""
+        label, lane = f"its {kind} [{key}]", f"reduce {wire.lane}"
+        lengths = [length_of(part) for part in offered]
+        heads = [torch.zeros(HEAD, dtype=torch.uint8) for _ in takes]
+        heads[self.rank] = offered[self.rank][:HEAD]
+        sends: list[tuple[int, torch.Tensor]] = []
+        for peer in self._peers:
+            used = offered[peer][: lengths[peer]]
+            sends += [(peer, part) for part in (used[:HEAD], used[HEAD:]) if part.numel()]
+        got, sent = self._link.start(label, lane, [(p, heads[p]) for p in self._peers if takes[p][1]], sends)
+
+        def finish() -> None:
+            used = [length_of(head) if takes[rank][1] else 0 for rank, head in enumerate(heads)]
+            parts = [torch.empty(length, dtype=torch.uint8) for length in used]
+            parts[self.rank] = offered[self.rank][: lengths[self.rank]]
+            receives = []
+            for peer in self._peers:
+                if used[peer]:
+                    parts[peer][:HEAD] = heads[peer]
+                if used[peer] > HEAD:
+                    receives.append((peer, parts[peer][HEAD:]))
+            with self.counters.waiting(kind):
+                self._link.wait(self._link.start(label, lane, receives, [])[0])
+            self._count_deal(kind, lengths, used)
+            land(parts)
+
+        move = _Move(self, kind, got, finish)
+        self._begin(wire, move, sent)
         return move
 
     def gather(
@@ -204,7 +294,7 @@ class GlooTransport(Transport):
                 starts.append(got[16 + length :][:total])
                 rests.append(total - len(starts[-1]))
             if len(set(names)) > 1:
-                raise RankError(disagreement(names))
+                raise RankError(disagreement(names, self._names))
             ends = self._swap(label, payload[room:], rests) if any(rests) else [b""] * self.size
         return [start + end for start, end in zip(starts, ends, strict=True)]
 

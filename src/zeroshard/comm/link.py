@@ -63,12 +63,20 @@ class Link:
     """Connections to all peers. A lane is a sequence of operations that all ranks start in the same order."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, watch: Watch | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        watch: Watch | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.timeout = timeout
+        called = range(size) if names is None else names
+        self._me = f"rank {called[rank]}"
         told = Rendezvous(store, rank, size, timeout).share("who", [os.getpid(), socket.gethostname()])
-        people = enumerate(cast("list[tuple[int, str]]", told))
+        people = zip(called, cast("list[tuple[int, str]]", told), strict=True)
         self._who = [f"rank {r} (pid {pid} on {host})" for r, (pid, host) in people]
         # Far beyond our own timeout: gloo's would break the connection without a word about the cause.
         gloo: Any = ProcessGroupGloo(store, rank, size, timedelta(seconds=10 * timeout + 3600))
@@ -151,7 +159,7 @@ class Link:
         if trouble is None and waited > LONG:
             trouble = self._watched(job)
         if trouble is None and waited > self.timeout:
-            trouble = f"rank {self.rank} waited {waited:.0f} s for {job.label} and got no answer in that time"
+            trouble = f"{self._me} waited {waited:.0f} s for {job.label} and got no answer in that time"
         if trouble is not None and self._waiting is waiting:
             self._verdict = trouble
             self.report(trouble)
@@ -210,9 +218,9 @@ class Link:
                 return told
             time.sleep(0.01)
         if "closed" in error or "reset" in error:
-            return f"{self._who[peer]} ended or was killed while rank {self.rank} waited for {label}"
+            return f"{self._who[peer]} ended or was killed while {self._me} waited for {label}"
         reason = error.splitlines()[0]
-        return f"the connection of rank {self.rank} to {self._who[peer]} failed in {label}: {reason}"
+        return f"the connection of {self._me} to {self._who[peer]} failed in {label}: {reason}"
 
     def _fail(self, label: str, peer: int, error: RuntimeError) -> None:
         text = self._blame(label, peer, str(error))

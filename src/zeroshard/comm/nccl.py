@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from . import failure
 from .gloo import GlooTransport
-from .transport import Cuts, Region, Transport, Work, slices
+from .transport import HEAD, Cuts, Land, Region, Spans, Transport, Work, parts_of, slices
 from .watch import LONG, Watch
 
 if TYPE_CHECKING:
@@ -135,6 +135,39 @@ class NcclTransport(Transport):
         total.mul_(scale)
         if not direct:
             out.copy_(total)
+
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        with self._on_stream():
+            offered = parts_of(wire.mine, offers)
+            sent, received = [n for _, n in offers], [n for _, n in takes]
+            if varies:
+                sent, received = self._swap_lengths(offered)
+                offered = [part[:length] for part, length in zip(offered, sent, strict=True)]
+            # Parts begin at multiples of 16 bytes, so that they can be seen as numbers.
+            room = self._stage(torch.uint8, *(-(-length // 16) * 16 for length in received))
+            parts = [part[:length] for part, length in zip(room, received, strict=True)]
+            dist.all_to_all(parts, offered, group=self._group)
+            with torch.no_grad():
+                land(parts)
+            self._count_deal(kind, sent, received)
+            return self._started(kind, key, wire)
+
+    def _swap_lengths(self, offered: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """The lengths of what goes to and comes from each rank. Waits for the device: NCCL must know them."""
+        none = torch.zeros(HEAD, dtype=torch.uint8, device=self.device)
+        mine = torch.stack([part[:HEAD] if part.numel() else none for part in offered]).view(torch.int64)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self._group)
+        return mine.flatten().tolist(), theirs.flatten().tolist()
 
     def gather(
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]

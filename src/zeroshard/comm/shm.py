@@ -16,7 +16,8 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -27,7 +28,7 @@ from zeroshard.native import Moves
 from . import bounce, failure, memfd
 from .control import EPOCH, MAX_LANES, Control, consumed, posted
 from .sums import sum_pieces
-from .transport import Cuts, Region, Transport, Work, fold
+from .transport import Cuts, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
 from .watch import LONG, look_after
 from .whereabouts import Whereabouts
 
@@ -49,11 +50,12 @@ class ShmTransport(Transport):
         size: int,
         device: torch.device | None = None,
         timeout: float = 600.0,
+        names: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
-        self._control = Control(store, rank, size, timeout)
-        self._control.progress = self._progress
-        self._reduces: list[_Reduce] = []
+        self._control = Control(store, rank, size, timeout, names)
+        self._control.progress = self.progress
+        self._dealt: list[_Dealt] = []
         self._gathers: list[_Gather] = []
         self._whereabouts = Whereabouts()
         self._epoch = 0
@@ -112,7 +114,7 @@ class ShmTransport(Transport):
         region.state.clear()
 
     def fill(self, region: Region) -> None:
-        for work in [work for work in self._reduces if work.wire is region]:
+        for work in [work for work in self._dealt if work.wire is region]:
             work.wait()
         control, lane = self._control, region.lane
         target = control.own(posted(lane))
@@ -125,24 +127,100 @@ class ShmTransport(Transport):
     def reduce(
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
-        sources = self._pieces_for_me(key, wire, pieces)
+        return self.reduce_blocks(kind, key, wire, pieces, [out], scale)
+
+    def reduce_blocks(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        pieces: Sequence[int],
+        outs: Sequence[torch.Tensor],
+        scale: float,
+    ) -> Work:
+        """As `reduce`, of a wire with several blocks of pieces one after another, a piece for every rank in
+        each: the sum of this rank's piece of block b goes to `outs[b]`."""
+        sums = list(zip(outs, self._sums_for_me(key, wire, pieces), strict=True))
+        for first in range(0, len(pieces), self.size):
+            self._count_reduce(kind, pieces[first : first + self.size], wire.mine.element_size())
+
+        def take() -> None:
+            for out, sources in sums:
+                sum_pieces(out, sources, scale)
+
+        return self._post(kind, key, wire, take)
+
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        parts = [peer[at : at + length] for peer, (at, length) in zip(wire.peers, takes, strict=True)]
+        if not varies:
+            self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
+            return self._post(kind, key, wire, lambda: land(parts))
+        sent = [length_of(part) for part in parts_of(wire.mine, offers)]
+
+        def take() -> None:
+            used = [length_of(part) for part in parts]
+            self._count_deal(kind, sent, used)
+            land([part[:length] for part, length in zip(parts, used, strict=True)])
+
+        return self._post(kind, key, wire, take)
+
+    def _post(self, kind: str, key: str, wire: Region, take: Callable[[], None]) -> _Dealt:
+        """My pieces are ready; `take` is called when everybody's are."""
         turn = self._control.own(posted(wire.lane)) + 1
-        work = _Reduce(self, kind, key, wire, turn, sources, out, scale)
+        work = _Dealt(self, kind, key, wire, turn, take)
         self._control.publish(posted(wire.lane), turn)
-        self._reduces.append(work)
-        self._count_reduce(kind, pieces, wire.mine.element_size())
+        self._dealt.append(work)
         return work
 
-    def _pieces_for_me(self, key: str, wire: Region, pieces: Sequence[int]) -> list[torch.Tensor]:
+    def _sums_for_me(self, key: str, wire: Region, pieces: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Per block, every rank's piece for this rank."""
         cached = wire.state.get(key)
         if cached is None or cached[0] != pieces:
-            start = sum(pieces[: self.rank])
-            views = [wires[start : start + pieces[self.rank]] for wires in wire.peers]
+            starts = [0, *accumulate(pieces)]
+            mine = range(self.rank, len(pieces), self.size)
+            views = [[wires[starts[i] : starts[i] + pieces[i]] for wires in wire.peers] for i in mine]
             cached = wire.state[key] = (list(pieces), views)
-        return cast("list[torch.Tensor]", cached[1])
+        return cast("list[list[torch.Tensor]]", cached[1])
 
     def gather(
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        return self._gather(kind, key, source, cuts, out, (EPOCH, self._epoch))
+
+    def hand_on(self, token: Region) -> None:
+        """What peers fetch from this rank by `gather_handed` with this token is in its place."""
+        self._control.publish(posted(token.lane), self._control.own(posted(token.lane)) + 1)
+
+    def gather_handed(
+        self,
+        kind: str,
+        key: str,
+        token: Region,
+        source: Region,
+        cuts: Cuts,
+        out: Sequence[Sequence[torch.Tensor]],
+    ) -> Work:
+        """As `gather`, of what every rank hands on itself: waits for as many `hand_on` as this rank made."""
+        ready = (posted(token.lane), self._control.own(posted(token.lane)))
+        return self._gather(kind, key, source, cuts, out, ready)
+
+    def _gather(
+        self,
+        kind: str,
+        key: str,
+        source: Region,
+        cuts: Cuts,
+        out: Sequence[Sequence[torch.Tensor]],
+        ready: tuple[int, int],
     ) -> Work:
         own = len(out[self.rank]) > 0
         slot = f"{key} {own}"
@@ -157,7 +235,7 @@ class ShmTransport(Transport):
             ]
             totals = [sum(numel for _, numel in segments) for segments in cuts]
             cached = source.state[slot] = (cuts, views, Moves(targets, views), totals)
-        work = _Gather(self, kind, key, self._epoch, cached[1], targets, cached[2])
+        work = _Gather(self, kind, key, ready, cached[1], targets, cached[2])
         self._gathers.append(work)
         self._count_gather(kind, cached[3], source.mine.element_size())
         return work
@@ -172,10 +250,14 @@ class ShmTransport(Transport):
         with self.counters.waiting("fence"):
             self._control.mail("the fence before an update", b"")
 
-    def _progress(self) -> None:
+    def progress(self) -> None:
         """Take pieces that have come while this rank waits, so that a peer can fill its wire again."""
-        for work in list(self._reduces):
+        for work in list(self._dealt):
             work.poll()
+
+    def while_waiting(self, progress: Callable[[], object]) -> None:
+        """Call `progress` again and again while this rank waits, in place of this transport's own."""
+        self._control.progress = progress
 
     # Small agreements
 
@@ -233,15 +315,15 @@ class ShmTransport(Transport):
         self._closed.set()
         failure.unlisten(self)
         self._control.leave()
-        self._reduces.clear()
+        self._dealt.clear()
         self._gathers.clear()
         self._bounces.clear()
 
 
-class _Reduce:
-    """Waits for every peer's wire, then adds this rank's piece."""
+class _Dealt:
+    """Waits for every peer's wire, then takes this rank's pieces."""
 
-    __slots__ = ("_done", "_key", "_kind", "_out", "_scale", "_sources", "_transport", "_turn", "wire")
+    __slots__ = ("_done", "_key", "_kind", "_take", "_transport", "_turn", "wire")
 
     def __init__(
         self,
@@ -250,12 +332,10 @@ class _Reduce:
         key: str,
         wire: Region,
         turn: int,
-        sources: list[torch.Tensor],
-        out: torch.Tensor,
-        scale: float,
+        take: Callable[[], None],
     ) -> None:
         self._transport, self._kind, self._key, self.wire, self._turn = transport, kind, key, wire, turn
-        self._sources, self._out, self._scale = sources, out, scale
+        self._take = take
         self._done = False
 
     def poll(self) -> bool:
@@ -265,9 +345,10 @@ class _Reduce:
         if not control.reached(posted(self.wire.lane), self._turn):
             return False
         self._done = True
-        sum_pieces(self._out, self._sources, self._scale)
+        with torch.no_grad():
+            self._take()
         control.publish(consumed(self.wire.lane), self._turn)
-        self._transport._reduces.remove(self)
+        self._transport._dealt.remove(self)
         return True
 
     def wait(self) -> None:
@@ -281,28 +362,28 @@ class _Reduce:
 
 
 class _Gather:
-    """Waits for every peer's epoch, then copies."""
+    """Waits until a word of every peer says that it is ready, then copies."""
 
-    __slots__ = ("_done", "_epoch", "_key", "_kind", "_moves", "_sources", "_targets", "_transport")
+    __slots__ = ("_done", "_key", "_kind", "_moves", "_ready", "_sources", "_targets", "_transport")
 
     def __init__(
         self,
         transport: ShmTransport,
         kind: str,
         key: str,
-        epoch: int,
+        ready: tuple[int, int],
         sources: list[torch.Tensor],
         targets: list[torch.Tensor],
         moves: Moves,
     ) -> None:
-        self._transport, self._kind, self._key, self._epoch = transport, kind, key, epoch
+        self._transport, self._kind, self._key, self._ready = transport, kind, key, ready
         self._sources, self._targets, self._moves = sources, targets, moves
         self._done = False
 
     def poll(self) -> bool:
         if self._done:
             return True
-        if not self._transport._control.reached(EPOCH, self._epoch):
+        if not self._transport._control.reached(*self._ready):
             return False
         self._done = True
         if self._targets:
@@ -315,5 +396,5 @@ class _Gather:
             return
         transport = self._transport
         with transport.counters.waiting(self._kind):
-            transport._control.wait(EPOCH, self._epoch, lambda: f"its {self._kind} [{self._key}]")
+            transport._control.wait(*self._ready, lambda: f"its {self._kind} [{self._key}]")
         self.poll()

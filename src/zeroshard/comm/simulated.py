@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .transport import Cuts, Done, Region, Transport, Work, slices
+from .transport import Cuts, Done, Land, Region, Spans, Transport, Work, slices
 
 __all__ = ["SimulatedTransport"]
 
@@ -60,6 +60,23 @@ class SimulatedTransport(Transport):
         if mine:
             out.copy_(piece.to(wide).mul_(scale * self.size))
         self._count_reduce(kind, pieces, piece.element_size())
+        return Done()
+
+    @torch.no_grad()
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        self._stage(torch.uint8, sum(-(-length // 16) * 16 for _, length in takes))
+        at, length = offers[self.rank]
+        land([wire.mine[at : at + length]] * self.size)
+        self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
         return Done()
 
     @torch.no_grad()

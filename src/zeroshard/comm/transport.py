@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,9 +14,14 @@ import torch
 
 from zeroshard.errors import RankError
 
-__all__ = ["Counters", "Cuts", "Done", "Region", "Transport", "Work", "fold", "slices"]
+__all__ = ["Counters", "Cuts", "Done", "Land", "Region", "Spans", "Transport", "Work", "fold", "slices"]
 
-Cuts = Sequence[Sequence[tuple[int, int]]]
+Spans = Sequence[tuple[int, int]]
+Cuts = Sequence[Spans]
+Land = Callable[[list[torch.Tensor]], None]
+
+# Bytes in front of a part whose length varies: an int64 that says how many count, itself included.
+HEAD = 8
 
 
 class Work(Protocol):
@@ -56,17 +61,24 @@ class Region:
 
 @dataclass
 class Counters:
-    """Bytes sent and received, and seconds waited for peers, by kind of traffic."""
+    """Bytes sent and received, and seconds waited for peers, by kind of traffic. `spared`: bytes that codecs
+    kept from being sent; `between`: of the bytes sent, those that left the node."""
 
     sent: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
+    spared: dict[str, int] = field(default_factory=dict)
+    between: dict[str, int] = field(default_factory=dict)
 
-    def add_sent(self, kind: str, count: int) -> None:
+    def add_sent(self, kind: str, count: int, between: int = 0) -> None:
         self.sent[kind] = self.sent.get(kind, 0) + count
+        self.between[kind] = self.between.get(kind, 0) + between
 
     def add_received(self, kind: str, count: int) -> None:
         self.received[kind] = self.received.get(kind, 0) + count
+
+    def add_spared(self, kind: str, count: int) -> None:
+        self.spared[kind] = self.spared.get(kind, 0) + count
 
     def add_waited(self, kind: str, seconds: float) -> None:
         self.waited[kind] = self.waited.get(kind, 0.0) + seconds
@@ -80,12 +92,20 @@ class Counters:
             self.add_waited(kind, perf_counter() - start)
 
     def snapshot(self) -> Counters:
-        return Counters(dict(self.sent), dict(self.received), dict(self.waited))
+        return Counters(
+            dict(self.sent),
+            dict(self.received),
+            dict(self.waited),
+            dict(self.spared),
+            dict(self.between),
+        )
 
     def reset(self) -> None:
         self.sent.clear()
         self.received.clear()
         self.waited.clear()
+        self.spared.clear()
+        self.between.clear()
 
 
 class Transport(ABC):
@@ -105,6 +125,18 @@ class Transport(ABC):
         self.size = size
         self.device = device
         self.counters = Counters()
+        self.nodes: Sequence[int] = [0] * size
+        self._far: list[int] = []
+
+    def place(self, nodes: Sequence[int]) -> None:
+        """Say which node each rank is on, so that traffic is counted by link."""
+        self.nodes = nodes
+        self._far = [rank for rank, node in enumerate(nodes) if node != nodes[self.rank]]
+
+    def cache(self, region: Region, cuts: Cuts) -> int:
+        """Keep inside the node what gathers of `region` bring from other nodes, until the next epoch.
+        Collective. The bytes that it costs this rank: none where nothing is kept."""
+        return 0
 
     @abstractmethod
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
@@ -128,6 +160,26 @@ class Transport(ABC):
         the same on all ranks. When complete, `out` (flat, `pieces[rank]` elements, any float dtype) is
         `scale` times the sum in rank order, added in fp32 for 16-bit wires. `out` may be this rank's own
         piece of the wire.
+        """
+
+    @abstractmethod
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        """Bytes from every rank to every rank, in an order of turns that the wire shares with `reduce`.
+
+        `offers[r]` is the (offset, length) in this rank's wire (uint8) of what goes to rank r, `takes[r]` the
+        place in rank r's wire of what is for this rank. Offers may overlap: all the same, they are a gather.
+        When complete, `land` has been called with the N parts for this rank, in rank order; it must not keep
+        them. With `varies` each part begins with an int64, how many of its bytes count, itself included: only
+        those travel.
         """
 
     @abstractmethod
@@ -181,20 +233,26 @@ class Transport(ABC):
         """Give everything back. May be called again."""
 
     def _count_reduce(self, kind: str, pieces: Sequence[int], itemsize: int) -> None:
-        mine = pieces[self.rank]
-        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize)
+        mine, far = pieces[self.rank], sum(pieces[rank] for rank in self._far)
+        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize, far * itemsize)
         self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
+
+    def _count_deal(self, kind: str, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Bytes to and from each rank; what a rank keeps does not travel."""
+        far = sum(sent[rank] for rank in self._far)
+        self.counters.add_sent(kind, sum(sent) - sent[self.rank], far)
+        self.counters.add_received(kind, sum(received) - received[self.rank])
 
     def _count_gather(self, kind: str, totals: Sequence[int], itemsize: int) -> None:
         """`totals`: elements that each rank offers."""
-        mine = totals[self.rank]
-        self.counters.add_sent(kind, mine * (self.size - 1) * itemsize)
-        self.counters.add_received(kind, (sum(totals) - mine) * itemsize)
+        mine = totals[self.rank] * itemsize
+        self.counters.add_sent(kind, mine * (self.size - 1), mine * len(self._far))
+        self.counters.add_received(kind, sum(totals) * itemsize - mine)
 
     def _count_broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if self.rank == source:
-            self.counters.add_sent("broadcast", total * (self.size - 1))
+            self.counters.add_sent("broadcast", total * (self.size - 1), total * len(self._far))
         else:
             self.counters.add_received("broadcast", total)
 
@@ -203,6 +261,16 @@ def slices(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     """Consecutive parts of a flat tensor, from its beginning."""
     ends = list(accumulate(lengths))
     return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def parts_of(flat: torch.Tensor, spans: Spans) -> list[torch.Tensor]:
+    """The spans of a flat tensor."""
+    return [flat[at : at + length] for at, length in spans]
+
+
+def length_of(part: torch.Tensor) -> int:
+    """How many bytes of a part count, where that varies."""
+    return int(part[:HEAD].view(torch.int64).item()) if part.numel() else 0
 
 
 def fold(rows: Sequence[Sequence[float]], how: str) -> list[float]:

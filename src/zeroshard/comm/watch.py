@@ -13,6 +13,7 @@ import json
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,9 +116,10 @@ def _stuck(entries: list[Entry]) -> bool:
     )
 
 
-def disagreement(labels: list[str]) -> str:
-    """The text of a mismatch, the same on every rank."""
-    listed = "; ".join(f"rank {rank} waits for {label}" for rank, label in enumerate(labels))
+def disagreement(labels: list[str], names: Sequence[int] | None = None) -> str:
+    """The text of a mismatch, the same on every rank. `names`: what the ranks are called, if not 0, 1, …"""
+    called = range(len(labels)) if names is None else names
+    listed = "; ".join(f"rank {rank} waits for {label}" for rank, label in zip(called, labels, strict=True))
     return (
         f"ranks wait for different things and none can go on: {listed}. Every rank must run the same "
         "program; check branches, loop lengths and early exits that depend on the rank."

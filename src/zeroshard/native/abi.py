@@ -75,6 +75,18 @@ class Checksum(ctypes.Structure):
     _fields_ = _fields("i64: count; ptr: source; u32: sum; i32: done", _TYPES)
 
 
+class Blocks(ctypes.Structure):
+    _fields_ = _fields(
+        "i64: count first; ptr: values residual scales packed;"
+        "u32: block; i32: bits stochastic add; u32: salt",
+        _TYPES,
+    )
+
+
+class Largest(ctypes.Structure):
+    _fields_ = _fields("i64: count k; ptr: values residual momentum places chosen; f32: inertia", _TYPES)
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
     "sgd": Sgd,
@@ -87,10 +99,13 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "join": Halves,
     "move": Moves,
     "checksum": Checksum,
+    "encode_blocks": Blocks,
+    "decode_blocks": Blocks,
+    "largest": Largest,
 }
 
 
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 2 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 3 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))

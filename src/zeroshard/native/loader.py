@@ -34,6 +34,9 @@ class Kernels:
         self.split = self._function(library, "split")
         self.join = self._function(library, "join")
         self.move = self._function(library, "move")
+        self.encode_blocks = self._function(library, "encode_blocks")
+        self.decode_blocks = self._function(library, "decode_blocks")
+        self.largest = self._function(library, "largest")
         # A library from before it existed is as good for all else, and zlib takes its place.
         known = hasattr(library, "zs_checksum")
         self.checksum = self._function(library, "checksum") if known else None

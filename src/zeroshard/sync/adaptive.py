@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..policy import Adaptive, Delayed, EveryStep, Local
+from ..private import Private
 from ..shard import Faces
 from ..step import Update
 from .decide import Reading, decide, same_link
@@ -66,7 +67,7 @@ class AdaptivePace(Pace):
         pace = self.paces[number]
         if isinstance(pace, DelayedPace):
             pace.gradients.behind = isinstance(self.policy.choices[number], Delayed)
-        self.gradients, self.apart = pace.gradients, pace.apart
+        self.gradients, self.apart, self.early = pace.gradients, pace.apart, pace.early
         self.label = f"Adaptive: {self.policy.choices[number]!r}"
 
     @property
@@ -195,6 +196,17 @@ class AdaptivePace(Pace):
     def kept(self, wanted: bool = False) -> list[Kept]:
         paces = dict.fromkeys(self.paces) if wanted else [self.pace]
         return [kept for pace in paces for kept in pace.kept(wanted)]
+
+    def private(self) -> list[Private]:
+        found, seen = [], set[int]()
+        for choice, pace in zip(self.policy.choices, self.paces, strict=True):
+            if id(pace.gradients) not in seen:
+                seen.add(id(pace.gradients))
+                own = choice.compress if isinstance(choice, EveryStep) else None
+                # Several codecs keep something about the same parameter.
+                of = "" if own is None else f" of {own!r}"
+                found += [replace(held, key=held.key + of) for held in pace.gradients.private()]
+        return found
 
     def values(self) -> dict[str, Any]:
         names = [repr(choice) for choice in self.policy.choices]

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bucket import Bucket, Sink
 from ..comm import Transport, Work
 from ..comm.transport import Done
 from ..errors import StateError
-from ..grad import Bucket, Gradients, LocalBucket, LocalGradients, Sink
+from ..grad import Gradients, LocalBucket, LocalGradients
 from ..pool import Ledger
 from ..shard import Faces, Param
 from ..step import Update
@@ -86,7 +87,7 @@ class DelayedGradients(Gradients):
                     self._clear_flags(bucket)
                 self._show(bucket)
                 bucket.used = newer
-        self._next = 0
+        self._over()
 
     def _clear_flags(self, bucket: Bucket) -> None:
         assert bucket.landed is not None
@@ -235,6 +236,7 @@ class DelayedPace(Pace):
     """`Delayed`, and where it is one of several choices also `EveryStep` on the same buckets."""
 
     label = "Delayed(steps=1)"
+    early = True  # the gradients under way are replaced bucket by bucket
     gradients: DelayedGradients | DelayedLocalGradients
 
     def __init__(self, gradients: DelayedGradients | DelayedLocalGradients, rank: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..grad import Gradients, LocalGradients
+from ..private import Private
 from ..step import Update
 
 
@@ -27,6 +28,7 @@ class Pace:
     """One policy at work. `runtime` calls it; what it does here is `EveryStep`."""
 
     label = "EveryStep()"
+    early = False  # what it keeps changes during backward, not only in an update
     apart = False  # ranks train apart: nobody reads this rank's rows between meetings
 
     def __init__(self, gradients: Gradients | LocalGradients) -> None:
@@ -62,6 +64,10 @@ class Pace:
     def kept(self, wanted: bool = False) -> list[Kept]:
         """Rows to be saved; with `wanted`, also those into which a load may write."""
         return []
+
+    def private(self) -> list[Private]:
+        """What each rank has of its own about the same tensors; a load writes into it."""
+        return self.gradients.private()
 
     def values(self) -> dict[str, Any]:
         """Plain data to be saved, the same on all ranks."""

@@ -1,0 +1,227 @@
+"""Gradients that are reduced together, on their way from the leaves to this rank's rows.
+
+Tensors of a bucket (all flat; P = this rank's piece, W = the wire: the pieces of all ranks):
+
+- `wire`    wire dtype, W, a transport region. Stage 1 keeps one per bucket (the whole gradient stays in
+  memory); the other stages share a ring of a few.
+- `landed`  gradient dtype, P. Stages 2 and 3: a buffer of its own. Stage 1: this rank's piece of the wire,
+  where dtypes agree.
+- `whole`   gradient dtype, full shapes. Stage 0 only: what `home.grad` shows after the pieces were gathered
+  back. The wire itself where dtypes and devices agree; its pieces are then equal cuts, not rows (`FlatPack`).
+
+[Note: used flags] A parameter that no rank used must keep `grad is None`, as in one process: AdamW would
+decay it otherwise. One that only some ranks used gets the average in which the others count as zero. So each
+piece ends with one element per slot: 1 where this rank has a gradient, else 0. After the sum every rank reads
+how many ranks used each parameter, at no extra message. A rank that used it itself need not look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..comm import Region, Transport, Work
+from ..layout import FlatPack, Pack
+from ..native import Moves
+from ..pool import Ledger
+from ..private import Private
+from ..shard import Faces, Param
+
+# Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
+# `host`.
+Sink = Callable[[Tensor, list[bool]], None]
+
+
+class Bucket:
+    """Gradients that are reduced together. With a `sink` they go there; without, `home.grad` shows them."""
+
+    sink: Sink | None = None
+    rounds = 0  # after the first one, at the end of backward; see `go_on`
+
+    def __init__(
+        self,
+        index: int,
+        pack: Pack,
+        params: Sequence[Param],
+        wire: Region,
+        transport: Transport,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        values: Tensor | None = None,
+    ) -> None:
+        self.index, self.pack, self.params, self.wire = index, pack, list(params), wire
+        self.values = wire.mine if values is None else values  # where gradients are copied to
+        self.transport, self.device = transport, device
+        self.wire_dtype, self.dtype = dtypes
+        self.waiting = len(self.params)
+        self.flat = isinstance(pack, FlatPack)
+        self._shares = 1 if self.flat else pack.world
+        self._targets = self._make_targets()
+        at = [pack.full] if self.flat else [start + pack.body(r) for r, start in enumerate(pack.starts)]
+        self._flags = [self.values[start : start + len(self.params)] for start in at]
+        self._ones = torch.ones(len(self.params), dtype=self.values.dtype, device=self.values.device)
+        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
+        # takes its gradient.
+        self._equal: list[Tensor] | None = None
+        if all(len(views) == 1 for views in self._targets):
+            self._equal = [views[0] for views in self._targets] + self._flags
+            self._moves = Moves(self._equal, self._equal)
+        self.landed: Tensor | None = None
+        self.whole: Tensor | None = None
+        self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each reduced piece
+        self.back: list[list[Tensor]] = []  # stage 0: per rank, where its reduced piece goes in `whole`
+        self.cuts: list[list[tuple[int, int]]] = []  # stage 0: per rank, where that is fetched from
+        self.grads: list[Tensor] = []  # per parameter, what home.grad shows
+
+    @property
+    def label(self) -> str:
+        return f"gradients {self.index} ({self.params[0].name} … {self.params[-1].name})"
+
+    def _make_targets(self) -> list[list[Tensor]]:
+        """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
+        view per rank."""
+        if self.flat:
+            spans = zip(self.pack.full_offsets, self.pack.slots, strict=True)
+            return [[self.values[at : at + slot.numel].view(1, -1)] for at, slot in spans]
+        world, result = self.pack.world, []
+        offsets = [
+            [start + at for at in self.pack.offsets(rank)] for rank, start in enumerate(self.pack.starts)
+        ]
+        for index, slot in enumerate(self.pack.slots):
+            at = [offsets[rank][index] for rank in range(world)]
+            held = [slot.held(rank) for rank in range(world)]
+            steps = {after - before for before, after in pairwise(at)}
+            if slot.split == "rows" and len(set(held)) == 1 and len(steps) == 1:
+                result.append([self.values.as_strided((world, held[0]), (steps.pop(), 1), at[0])])
+            else:
+                result.append([self.values[start : start + n] for start, n in zip(at, held, strict=True)])
+        return result
+
+    def _sources(self, index: int, grad: Tensor) -> list[Tensor]:
+        slot, flat = self.pack.slots[index], grad.reshape(-1)
+        if len(self._targets[index]) == 1:
+            return [flat.view(self._shares, -1)]
+        return [flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row] for r in range(self.pack.world)]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the gradients of the leaves into the wire and let them go."""
+        self.transport.fill(self.wire)
+        leaves = [param.leaf for param in self.params]
+        grads = [leaf.grad for leaf in leaves]
+        self.used = [grad is not None for grad in grads]
+        everything = all(self.used)
+        flags = (
+            self._ones
+            if everything
+            else torch.tensor(self.used, dtype=self._ones.dtype, device=self._ones.device)
+        )
+        if everything and self._equal is not None and not any(grad.is_sparse for grad in grads):  # type: ignore[union-attr]
+            self._moves.run(self._equal, grads + [flags] * len(self._flags), "source")  # type: ignore[arg-type]
+        else:
+            into, out_of = self._uneven_pairs(grads)
+            torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
+        for leaf in leaves:
+            leaf.grad = None
+
+    def _uneven_pairs(self, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        into: list[Tensor] = []
+        out_of: list[Tensor] = []
+        for index, grad in enumerate(grads):
+            if grad is None:
+                torch._foreach_zero_(self._targets[index])
+            else:
+                into += self._targets[index]
+                out_of += self._sources(index, grad.to_dense() if grad.is_sparse else grad)
+        return into, out_of
+
+    def reduce(self) -> Work:
+        assert self.landed is not None
+        return self.transport.reduce(
+            "reduce",
+            f"{self.wire.key}/{self.index}",
+            self.wire,
+            self.pack.pieces,
+            self.landed,
+            1.0 / self.pack.world,
+        )
+
+    def go_on(self, number: int) -> Work:
+        """Start round `number`, counted from 1, when all ranks have ended the one before."""
+        raise AssertionError(f"{self.label} is done after one round")
+
+    def private(self) -> list[Private]:
+        """What this rank keeps of its own from step to step, for checkpoints."""
+        return []
+
+    def used_anywhere(self) -> list[bool]:
+        """After the reduction: which parameters any rank used; see [Note: used flags]."""
+        if all(self.used):
+            return self.used
+        if self.whole is not None:
+            counts = self.whole[self.pack.full :][: len(self.params)]
+        else:
+            assert self.landed is not None
+            counts = self.landed[self.pack.body(self.transport.rank) :][: len(self.params)]
+        return [mine or count > 0 for mine, count in zip(self.used, counts.tolist(), strict=True)]
+
+    # ------------------------------------------------------------------ where it lands
+
+    @property
+    def _shows_wire(self) -> bool:
+        """Whether what is reduced can be shown where it lies, where a stage keeps the whole gradient."""
+        return self.dtype == self.wire_dtype and self.wire.mine.device == self.device
+
+    def make_landing(self, stage: int, faces: Faces, ledger: Ledger) -> None:
+        """The tensors that `home.grad` will show, made once: memory and DTensor wrappers are reused every
+        step."""
+        rank, pack = self.transport.rank, self.pack
+        start, size = pack.starts[rank], pack.pieces[rank]
+        in_place = stage <= 1 and self._shows_wire
+        if in_place:
+            self.landed = self.wire.mine[start : start + size]
+        else:
+            self.landed = torch.zeros(size, dtype=self.dtype, device=self.device)
+            if stage > 0:
+                ledger.book("gradients", self.landed.nbytes)
+        if stage == 0:
+            self._make_whole(in_place, ledger)
+            return
+        rows = [
+            self.landed[at : at + s.held(rank)].view(s.local_shape(rank))
+            for s, at in zip(pack.slots, pack.offsets(rank), strict=True)
+        ]
+        self.grads = [faces.show(view, slot) for view, slot in zip(rows, pack.slots, strict=True)]
+
+    def _make_whole(self, in_place: bool, ledger: Ledger) -> None:
+        pack = self.pack
+        if self.dtype != self.wire_dtype:
+            # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike at
+            # other stages.
+            size = pack.pieces[self.transport.rank]
+            key = f"{self.wire.key} {self.index} reduced"
+            self.reduced = self.transport.allocate(key, size, self.dtype)
+            self.reduced_at = (0,) * pack.world
+            if self.reduced.mine.device == self.device:
+                self.landed = self.reduced.mine
+            ledger.book("buckets", self.reduced.mine.nbytes)
+        if in_place:
+            self.whole = self.wire.mine[: pack.wire]
+        else:
+            self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
+            ledger.book("gradients", self.whole.nbytes)
+        self._show_whole()
+        spans = list(zip(pack.starts, pack.pieces, strict=True))
+        self.back = [[self.whole[at : at + n]] for at, n in spans]
+        if in_place:
+            self.back[self.transport.rank] = []
+        fetched = zip(self.reduced_at, pack.pieces, strict=True)
+        self.cuts = [[(at, n)] for at, n in fetched]
+
+    def _show_whole(self) -> None:
+        assert self.whole is not None
+        places = zip(self.pack.slots, self.pack.full_offsets, strict=True)
+        self.grads = [self.whole[at : at + s.numel].view(s.shape) for s, at in places]

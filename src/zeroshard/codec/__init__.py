@@ -1,0 +1,22 @@
+"""How gradients travel in fewer bytes: pairs of encode and decode with their state in the open."""
+
+from zeroshard.codec.base import Codec, Compression, from_settings
+from zeroshard.codec.cast import Cast
+from zeroshard.codec.integers import Int4, Int8
+from zeroshard.codec.lowrank import LowRank
+from zeroshard.codec.onebit import OneBit
+from zeroshard.codec.rows import Rows
+from zeroshard.codec.topk import TopK
+
+__all__ = [
+    "Cast",
+    "Codec",
+    "Compression",
+    "Int4",
+    "Int8",
+    "LowRank",
+    "OneBit",
+    "Rows",
+    "TopK",
+    "from_settings",
+]

@@ -1,0 +1,151 @@
+"""What a codec is: a pair of encode and decode over flat pieces, with its state in the open.
+
+Tensors, by name: `values` is one rank's contribution to one piece, flat fp32; `code` is what travels in its
+place, flat uint8 of `wire_bytes(numel)`; `out` is where the receiver wants the values, flat fp32; `state` is
+what the sender keeps from step to step, one dict per piece. A codec itself holds only its settings, so it can
+be compared, printed and shared.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import OptionError
+from zeroshard.policy import Numerics
+
+# Codes begin and end on such boundaries, and so do their parts, so that those of several pieces can stand in
+# one wire and a GPU moves sixteen bytes at a time.
+ALIGNMENT = 16
+
+_kinds: dict[str, type[Compression]] = {}
+
+
+def padded(count: int) -> int:
+    """`count` bytes, rounded up to the alignment of codes."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class Compression(ABC):
+    """The root of all that `compress=` takes: frozen settings, and what they do to the numbers."""
+
+    numerics: ClassVar[Numerics]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _kinds[cls.__name__] = cls
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what was not sent is kept in ``state["residual"]`` and sent later."""
+        return False
+
+    def active(self, step: int) -> bool:
+        """Whether step number `step`, counted from 0, is sent encoded. False: it travels as it is."""
+        return True
+
+    def settings(self) -> dict[str, Any]:
+        """The codec as plain data, for plans and for the comparison of ranks; see `from_settings`."""
+        if not is_dataclass(self):
+            raise OptionError(
+                f"codec {type(self).__name__} is no dataclass, so its settings are unknown; put "
+                "@dataclass(frozen=True) above the class."
+            )
+        return {"kind": type(self).__name__, **asdict(self)}
+
+
+class Codec(Compression):
+    """How gradients travel: turned into fewer bytes by the sender, and back by the receiver.
+
+    A codec of your own is a frozen dataclass with three methods. This one sends 8-bit floats:
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Float8(Codec):
+    ...     numerics = "rounding"
+    ...     def wire_bytes(self, numel):
+    ...         return numel
+    ...     def encode(self, values, code, state, step):
+    ...         code.view(torch.float8_e5m2).copy_(values)
+    ...     def decode(self, code, out, add):
+    ...         values = code.view(torch.float8_e5m2).float()
+    ...         out.add_(values) if add else out.copy_(values)
+    >>> Float8().round_trip(torch.tensor([1.0, 1.1, -3.0]))
+    tensor([ 1.,  1., -3.])
+
+    With `feedback` true, `state["residual"]` is there to keep what was not sent, to be sent later. A value
+    that is not finite must come out as NaN, so that every rank sees it in the same step, and must not enter
+    the state. `step` differs from step to step, piece to piece and rank to rank: a seed.
+    """
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The tensors of the state; each has the length of the piece."""
+        return ("residual",) if self.feedback else ()
+
+    def state(self, numel: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The state of a piece before the first step."""
+        return {name: torch.zeros(numel, device=device) for name in self.state_names}
+
+    def state_bytes(self, numel: int) -> int:
+        """The bytes of `state`, without making it."""
+        return 4 * numel * len(self.state_names)
+
+    @abstractmethod
+    def wire_bytes(self, numel: int) -> int:
+        """The exact size of the code of `numel` values, from that number alone."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
+        """Write all of `code`; change nothing else but `state`. The result depends on the arguments alone."""
+
+    @abstractmethod
+    def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
+        """Write the values into `out`, or add them to it."""
+
+    def round_trip(self, values: Tensor, step: int = 0) -> Tensor:
+        """What arrives when `values` are sent once, with a state that is new."""
+        code = torch.empty(self.wire_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        out = torch.empty_like(values)
+        self.encode(values, code, self.state(values.numel(), values.device), step)
+        self.decode(code, out, add=False)
+        return out
+
+
+def from_settings(settings: dict[str, Any]) -> Compression:
+    """The codec that `Compression.settings` described. A class of your own must have been defined before."""
+    given = dict(settings)
+    kind = given.pop("kind", None)
+    if kind not in _kinds:
+        raise OptionError(
+            f"codec kind {kind!r} is unknown; known are {', '.join(sorted(_kinds))}. "
+            "Import the module that defines it first."
+        )
+    return _kinds[kind](**given)
+
+
+def check(codec: Codec, values: Tensor, code: Tensor, name: str = "values") -> None:
+    """Raise unless both are flat, of the right dtype and length, on one device, and `code` is aligned."""
+    numel = values.numel()
+    where = type(codec).__name__
+    for what, tensor, dtype in ((name, values, torch.float32), ("code", code, torch.uint8)):
+        if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise OptionError(
+                f"{where}: `{what}` is {tensor.dtype} of shape {tuple(tensor.shape)} and stride "
+                f"{tensor.stride()}; a flat contiguous {dtype} tensor is needed."
+            )
+    if code.numel() != codec.wire_bytes(numel):
+        raise OptionError(
+            f"{where}: `code` holds {code.numel()} bytes; {numel} values take {codec.wire_bytes(numel)}."
+        )
+    if code.storage_offset() % ALIGNMENT:
+        raise OptionError(
+            f"{where}: `code` begins at byte {code.storage_offset()} of its storage; begin it at a multiple "
+            f"of {ALIGNMENT}."
+        )
+    if code.device != values.device:
+        raise OptionError(f"{where}: `code` is on {code.device} and `{name}` on {values.device}.")

@@ -1,0 +1,150 @@
+"""Codes in blocks: the scale of every block, then a few bits for every value.
+
+[Note: layout of blocks]
+First the scales, bf16, one for each block; then the bytes of all blocks, each block's after the other's. The
+values of a block lie in planes: with four bits a value, the first half of a block has the low bits of its
+bytes, the second half the high ones; with one bit, the first eighth has bit 0. So neighbours in a register
+stay neighbours, and packing vectorises everywhere. The last block may be short; its planes are then as long
+as it needs, and what is left of the last one is zero.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.codec import gpu
+from zeroshard.codec.base import Codec, check, padded
+from zeroshard.errors import OptionError
+from zeroshard.native.codes import Blocks
+
+NAN = 0x7FC0  # the bits of a bf16 scale that says: not all finite
+MAGNITUDE = 0x7FFFFFFF
+HUGE = 254 << 23  # the bits of 2**127: sizes from here on count as overflowed
+
+
+class Run(NamedTuple):
+    """Blocks of equal length."""
+
+    shape: tuple[int, int]  # blocks, values of each
+    start: int  # of the first value, in the piece
+    scales: Tensor  # int16: the bits of bf16
+    packed: Tensor  # uint8, a row for each block
+
+    def of(self, values: Tensor) -> Tensor:
+        """The part of a piece that this run stands for, a row for each block."""
+        return values[self.start : self.start + self.shape[0] * self.shape[1]].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Blocked(Codec):
+    """What codecs in blocks have in common. `block` is a multiple of 16."""
+
+    block: int = 256
+    bits: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or not 16 <= self.block <= 65536 or self.block % 16:
+            raise OptionError(
+                f"{type(self).__name__}(block={self.block!r}): a multiple of 16 from 16 to 65536 is needed."
+            )
+
+    def wire_bytes(self, numel: int) -> int:
+        return self.scale_bytes(numel) + padded(self._packed_bytes(numel))
+
+    def scale_bytes(self, numel: int) -> int:
+        """Where the packed values begin."""
+        return padded(2 * -(-numel // self.block))
+
+    def _packed_bytes(self, numel: int) -> int:
+        return -(-numel * self.bits // 8)
+
+    def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
+        check(self, values, code)
+        residual = state["residual"] if self.feedback else None
+        scales, packed = self._parts(code, values.numel())
+        form = Blocks(self.block, self.bits, self._salt(step))
+        _clear_gaps(code, 2 * scales.numel(), self.scale_bytes(values.numel()), packed.numel())
+        if values.device.type == "cpu" and form.encode(values, residual, scales, packed):
+            return
+        if values.device.type == "cuda" and gpu.encode(form, values, residual, scales, packed):
+            return
+        for run in self._runs(scales, packed, values.numel()):
+            kept = None if residual is None else run.of(residual)
+            wanted = run.of(values) if kept is None else run.of(values) + kept
+            left = self._encode_run(run, wanted, form.salt)
+            if kept is not None:
+                torch.where((run.scales == NAN).view(-1, 1), kept, left, out=kept)
+
+    def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
+        check(self, out, code, "out")
+        scales, packed = self._parts(code, out.numel())
+        form = Blocks(self.block, self.bits)
+        if out.device.type == "cpu" and form.decode(scales, packed, out, add):
+            return
+        if out.device.type == "cuda" and gpu.decode(form, scales, packed, out, add):
+            return
+        for run in self._runs(scales, packed, out.numel()):
+            part, values = run.of(out), self._decode_run(run)
+            part.add_(values) if add else part.copy_(values)
+
+    def _salt(self, step: int) -> int | None:
+        """What dice are made of, if there are any."""
+        return None
+
+    @abstractmethod
+    def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
+        """Write the scales and bits of a run; what they do not say of the values."""
+
+    @abstractmethod
+    def _decode_run(self, run: Run) -> Tensor:
+        """The values of a run, a row for each block."""
+
+    def _parts(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The scales' bits as int16, and the packed values."""
+        at = self.scale_bytes(numel)
+        scales = code[: 2 * -(-numel // self.block)].view(torch.int16)
+        return scales, code[at : at + self._packed_bytes(numel)]
+
+    def _runs(self, scales: Tensor, packed: Tensor, numel: int) -> Iterator[Run]:
+        """The whole blocks, then the short one."""
+        whole, short = divmod(numel, self.block)
+        size = whole * self._packed_bytes(self.block)
+        if whole:
+            yield Run((whole, self.block), 0, scales[:whole], packed[:size].view(whole, -1))
+        if short:
+            yield Run((1, short), whole * self.block, scales[whole:], packed[size:].view(1, -1))
+
+
+def _clear_gaps(code: Tensor, scales: int, at: int, packed: int) -> None:
+    """Zeros behind the scales and behind the packed values."""
+    for start, stop in ((scales, at), (at + packed, code.numel())):
+        if start < stop:
+            code[start:stop].zero_()
+
+
+def pack(values: Tensor, to: Tensor, bits: int) -> None:
+    """Rows of uint8 values below 2**`bits` into planes."""
+    count, width = 8 // bits, to.shape[1]
+    short = count * width - values.shape[1]
+    planes = torch.nn.functional.pad(values, (0, short)).view(-1, count, width)
+    to.copy_(planes[:, 0])
+    for number in range(1, count):
+        to.bitwise_or_(planes[:, number] << (number * bits))
+
+
+def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
+    """Back: `width` uint8 values a row."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(1, -1, 1)
+    planes = (packed.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+    return planes.flatten(1)[:, :width]
+
+
+def wide(scales: Tensor) -> Tensor:
+    """The bits of bf16 numbers as fp32 numbers."""
+    return (scales.to(torch.int32) << 16).view(torch.float32)

@@ -1,0 +1,108 @@
+"""How codes lie on a wire of bytes, and how long it is. Integers only.
+
+A wire has a part for every rank: the code of that rank's piece, then a byte for each parameter, whether the
+sender used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from .layout import FlatPack, Pack, Slot
+
+if TYPE_CHECKING:
+    from .codec import Codec
+
+WORDS = 16  # bytes: where every code begins, so that it can be seen as numbers of any dtype
+Span = tuple[int, int]
+
+
+def in_words(nbytes: int) -> int:
+    return -(-nbytes // WORDS) * WORDS
+
+
+@dataclass(frozen=True)
+class Way:
+    """The parts of a wire: `codes` bytes of code for each rank, each followed by `flags` bytes."""
+
+    codes: tuple[int, ...]
+    flags: int = 0
+
+    @classmethod
+    def of(cls, size: Callable[[int], int], bodies: Sequence[Span], flags: int = 0) -> Way:
+        return cls(tuple(size(numel) for _, numel in bodies), flags)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Offset and length of each part."""
+        result, at = [], 0
+        for size in self.codes:
+            length = part_bytes(size, self.flags)
+            result.append((at, length))
+            at += length
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for _, length in self.spans)
+
+
+def part_bytes(code: int, flags: int) -> int:
+    return in_words(code) + in_words(flags)
+
+
+def bodies_of(pack: Pack) -> list[Span]:
+    """Where the numbers of every rank's piece begin in the pack's wire, and how many there are: all but the
+    flags."""
+    if isinstance(pack, FlatPack):
+        return [(at, min(max(pack.full - at, 0), n)) for at, n in zip(pack.starts, pack.pieces, strict=True)]
+    return [(start, pack.body(rank)) for rank, start in enumerate(pack.starts)]
+
+
+def sizes_of(codec: Codec, width: int) -> list[Callable[[int], int]]:
+    """Bytes of a piece by its length: coded, and as it is (`width` bytes a number) where a codec warms up."""
+    ways: list[Callable[[int], int]] = [codec.wire_bytes]
+    return ways if codec.active(0) else [*ways, lambda numel: numel * width]
+
+
+def wire_bytes(codec: Codec, pack: Pack, width: int) -> int:
+    """Bytes of the wire that a coded bucket needs. Costs do not grow with the world: equal ranks are
+    counted, not listed."""
+    counts = _bodies_counted(pack)
+    flags = len(pack.slots)
+    return max(
+        sum(count * part_bytes(size(numel), flags) for numel, count in counts)
+        for size in sizes_of(codec, width)
+    )
+
+
+def back_bytes(codec: Codec, numel: int, width: int) -> int:
+    """Bytes of the wire on which a sum of `numel` numbers goes back to everybody, at stage 0."""
+    return max(in_words(size(numel)) for size in sizes_of(codec, width))
+
+
+def _bodies_counted(pack: Pack) -> list[tuple[int, int]]:
+    """(numbers in a piece, how many ranks have such a piece)."""
+    world = pack.world
+    if isinstance(pack, FlatPack):
+        each = -(-(pack.full + len(pack.slots)) // world)
+        each = -(-each // 16) * 16
+        whole, rest = divmod(pack.full, each) if each else (0, 0)
+        return [(each, whole), (rest, 1 if rest else 0), (0, world - whole - bool(rest))]
+    marks = sorted({0, world, *(mark for slot in pack.slots for mark in _marks(slot))})
+    return [(pack.body(first), last - first) for first, last in pairwise(marks)]
+
+
+def _marks(slot: Slot) -> list[int]:
+    """Ranks from which on a slot's share is another than before."""
+    if slot.split == "copy":
+        return []
+    if slot.split == "whole":
+        return [slot.owner, slot.owner + 1]
+    chunk = -(-slot.height // slot.world)
+    full = slot.height // chunk if chunk else 0
+    return [mark for mark in (full, full + 1) if mark < slot.world]

@@ -1,0 +1,202 @@
+/* Blocks of values as a scale and a few bits each: eight- and four-bit integers, and signs. The formats are
+ * those of codec/blocks.py, codec/integers.py and codec/onebit.py, bit for bit; see the notes there. */
+#ifndef ZEROSHARD_CODES_H
+#define ZEROSHARD_CODES_H
+
+#include "numbers.h"
+
+struct blocks {           /* encode_blocks, decode_blocks */
+    int64_t count;        /* values */
+    int64_t first;        /* place of the first one in its piece: dice depend on it */
+    float *values;        /* read by encode, written by decode */
+    float *residual;      /* encode: added to the values; what was not sent is left there; may be null */
+    uint16_t *scales;     /* bf16 */
+    uint8_t *packed;
+    uint32_t block;
+    int32_t bits, stochastic;
+    int32_t add;          /* decode: add to what is there */
+    uint32_t salt;
+};
+
+#define LANE_COUNT 16
+#define NAN_SCALE 0x7FC0u
+#define TINY_BITS (27u << 23)   /* 2^-100 */
+#define HUGE_BITS (254u << 23)  /* 2^127 */
+#define ROUNDER 12582912.0f     /* 1.5 * 2^23: adding it rounds to whole numbers, left in the low bits */
+
+INLINE float wanted_at(const float *values, const float *residual, int64_t i, const int feedback) {
+    return feedback ? values[i] + residual[i] : values[i];
+}
+
+/* Uniform in [0, 1) in steps of 2^-16, raised by `shift`: exact. */
+INLINE float raised_dice(uint32_t bits, uint32_t place, uint32_t salt, float shift) {
+    uint32_t h = bits ^ (place * 0x9E3779B1u + salt);
+    h = (h ^ (h >> 16)) * 0x45D9F3Bu;
+    h = (h ^ (h >> 15)) * 0x2C1B3C6Du;
+    return (float)(int32_t)(h >> 16) * 0x1p-16f + shift;
+}
+
+INLINE int32_t whole(float wanted, float inverse, const int levels, const int stochastic, uint32_t place,
+                     uint32_t salt) {
+    const float steps = wanted * inverse;
+    if (!stochastic) return (int32_t)(as_bits(steps + ROUNDER) - 0x4B400000u);
+    const int32_t shift = levels + 1;
+    const int32_t risen = (int32_t)(steps + raised_dice(as_bits(wanted), place, salt, (float)shift)) - shift;
+    const int32_t low = risen > -levels ? risen : -levels;
+    return low < levels ? low : levels;
+}
+
+INLINE uint32_t largest_bits(const float *RESTRICT values, const float *RESTRICT residual, int64_t n,
+                             const int feedback) {
+    int32_t top = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t bits = (int32_t)(as_bits(wanted_at(values, residual, i, feedback)) & 0x7FFFFFFFu);
+        top = bits > top ? bits : top;
+    }
+    return (uint32_t)top;
+}
+
+/* Integers of one block: `bits`, `feedback` and `stochastic` are constants wherever this is called. */
+INLINE void encode_integers(const struct blocks *c, int64_t start, int64_t n, uint16_t *scale_out,
+                            uint8_t *RESTRICT packed, const int bits, const int feedback,
+                            const int stochastic) {
+    const int levels = (1 << (bits - 1)) - 1;
+    const float *RESTRICT values = c->values + start;
+    float *RESTRICT residual = feedback ? c->residual + start : 0;
+    const int64_t bytes = bits == 8 ? n : (n + 1) / 2;
+    const uint32_t top = largest_bits(values, residual, n, feedback);
+    if (top < TINY_BITS || top >= HUGE_BITS) {
+        memset(packed, 0, (size_t)bytes);
+        *scale_out = top < TINY_BITS ? 0 : NAN_SCALE;
+        if (feedback && top < TINY_BITS)
+            for (int64_t i = 0; i < n; i++) residual[i] = values[i] + residual[i];
+        return;
+    }
+    const uint32_t step = as_bits(as_float(top) * (float)(1.0 / levels));
+    const uint32_t half = (step + 0xFFFFu) >> 16;
+    const float scale = as_float(half << 16), inverse = 1.0f / scale;
+    const uint32_t place = (uint32_t)(c->first + start), salt = c->salt;
+    *scale_out = (uint16_t)half;
+    if (bits == 8) {
+        for (int64_t i = 0; i < n; i++) {
+            const float wanted = wanted_at(values, residual, i, feedback);
+            const int32_t q = whole(wanted, inverse, levels, stochastic, place + (uint32_t)i, salt);
+            packed[i] = (uint8_t)q;
+            if (feedback) residual[i] = wanted - (float)q * scale;
+        }
+        return;
+    }
+    for (int64_t i = 0; i < n - bytes; i++) {
+        const float low = wanted_at(values, residual, i, feedback);
+        const float high = wanted_at(values, residual, i + bytes, feedback);
+        const int32_t q = whole(low, inverse, levels, stochastic, place + (uint32_t)i, salt);
+        const int32_t r = whole(high, inverse, levels, stochastic, place + (uint32_t)(i + bytes), salt);
+        packed[i] = (uint8_t)((q & 15) | (r << 4));
+        if (feedback) residual[i] = low - (float)q * scale;
+        if (feedback) residual[i + bytes] = high - (float)r * scale;
+    }
+    if (n & 1) {
+        const float low = wanted_at(values, residual, bytes - 1, feedback);
+        const int32_t q = whole(low, inverse, levels, stochastic, place + (uint32_t)(bytes - 1), salt);
+        packed[bytes - 1] = (uint8_t)(q & 15);
+        if (feedback) residual[bytes - 1] = low - (float)q * scale;
+    }
+}
+
+/* The sum of magnitudes: value i goes to lane i mod 16, and the lanes are folded in halves. */
+INLINE float magnitude_sum(const float *RESTRICT values, const float *RESTRICT residual, int64_t n) {
+    ALIGNED float lanes[LANE_COUNT] = {0};
+    int64_t i = 0;
+    for (; i + LANE_COUNT <= n; i += LANE_COUNT)
+        for (int j = 0; j < LANE_COUNT; j++) lanes[j] = lanes[j] + fabsf(values[i + j] + residual[i + j]);
+    for (int j = 0; i + j < n; j++) lanes[j] = lanes[j] + fabsf(values[i + j] + residual[i + j]);
+    for (int half = LANE_COUNT / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) lanes[j] = lanes[j] + lanes[j + half];
+    return lanes[0];
+}
+
+INLINE void encode_signs(const struct blocks *c, int64_t start, int64_t n, uint16_t *scale_out,
+                         uint8_t *RESTRICT packed) {
+    const float *RESTRICT values = c->values + start;
+    float *RESTRICT residual = c->residual + start;
+    const int64_t width = (n + 7) / 8;
+    const float total = magnitude_sum(values, residual, n);
+    memset(packed, 0, (size_t)width);
+    if (as_bits(total) >= HUGE_BITS) { /* a negative NaN's too */
+        *scale_out = NAN_SCALE;
+        return;
+    }
+    const uint32_t mean = as_bits(total * (float)(1.0 / (double)n));
+    const uint32_t half = (mean + 0x7FFFu + ((mean >> 16) & 1u)) >> 16;
+    *scale_out = (uint16_t)half;
+    for (int bit = 0; bit < 8; bit++) {
+        const int64_t base = bit * width, stop = n - base < width ? n - base : width;
+        for (int64_t j = 0; j < stop; j++) {
+            const float wanted = values[base + j] + residual[base + j];
+            const uint32_t sign = as_bits(wanted) >> 31;
+            packed[j] = (uint8_t)(packed[j] | (sign << bit));
+            residual[base + j] = wanted - as_float((half << 16) | (sign << 31));
+        }
+    }
+}
+
+INLINE void encode_blocks_body(struct blocks *c) {
+    const int64_t width = (int64_t)c->block * c->bits / 8;
+    const int variant = c->bits * 4 + (c->residual != 0) * 2 + (c->stochastic != 0);
+    for (int64_t start = 0, number = 0; start < c->count; start += c->block, number++) {
+        const int64_t n = c->count - start < c->block ? c->count - start : c->block;
+        uint16_t *scale = c->scales + number;
+        uint8_t *packed = c->packed + number * width;
+        switch (variant) {
+#define CASE(bits, feedback, stochastic) case bits * 4 + feedback * 2 + stochastic: \
+            encode_integers(c, start, n, scale, packed, bits, feedback, stochastic); break;
+        CASE(8, 0, 0) CASE(8, 0, 1) CASE(8, 1, 0) CASE(8, 1, 1)
+        CASE(4, 0, 0) CASE(4, 0, 1) CASE(4, 1, 0) CASE(4, 1, 1)
+#undef CASE
+        default: encode_signs(c, start, n, scale, packed); break;
+        }
+    }
+}
+
+INLINE float landed(float *RESTRICT out, int64_t i, float value, const int add) {
+    return add ? out[i] + value : value;
+}
+
+INLINE void decode_block(float *RESTRICT out, const uint8_t *RESTRICT packed, float scale, int64_t n,
+                         const int bits, const int add) {
+    const int64_t bytes = (n * bits + 7) / 8;
+    if (bits == 8) {
+        for (int64_t i = 0; i < n; i++) out[i] = landed(out, i, (float)(int8_t)packed[i] * scale, add);
+    } else if (bits == 4) {
+        for (int64_t i = 0; i < bytes; i++)
+            out[i] = landed(out, i, (float)(((packed[i] & 15) ^ 8) - 8) * scale, add);
+        for (int64_t i = 0; i < n - bytes; i++)
+            out[i + bytes] = landed(out, i + bytes, (float)(((packed[i] >> 4) ^ 8) - 8) * scale, add);
+    } else {
+        const uint32_t size = as_bits(scale);
+        for (int bit = 0; bit < 8; bit++) {
+            const int64_t base = bit * bytes, stop = n - base < bytes ? n - base : bytes;
+            for (int64_t j = 0; j < stop; j++) {
+                const uint32_t sign = ((uint32_t)packed[j] >> bit) & 1u;
+                out[base + j] = landed(out, base + j, as_float(size ^ (sign << 31)), add);
+            }
+        }
+    }
+}
+
+INLINE void decode_blocks_body(struct blocks *c) {
+    const int64_t width = (int64_t)c->block * c->bits / 8;
+    for (int64_t start = 0, number = 0; start < c->count; start += c->block, number++) {
+        const int64_t n = c->count - start < c->block ? c->count - start : c->block;
+        const float scale = from_bf16(c->scales[number]);
+        const uint8_t *packed = c->packed + number * width;
+        switch (c->bits * 2 + (c->add != 0)) {
+#define CASE(bits, add) case bits * 2 + add: decode_block(c->values + start, packed, scale, n, bits, add); break;
+        CASE(8, 0) CASE(8, 1) CASE(4, 0) CASE(4, 1) CASE(1, 0) CASE(1, 1)
+#undef CASE
+        default: break;
+        }
+    }
+}
+
+#endif

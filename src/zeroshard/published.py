@@ -1,0 +1,121 @@
+"""Parameters that travel through a codec: `gather=`.
+
+Once a step each rank encodes its rows of a bundle; peers fetch the code and decode it. All ranks, the owner
+too, compute with what comes out, so that they agree to the bit; the master rows stay exact and are encoded
+afresh, so nothing adds up.
+
+- `region`  uint8, this rank's code, which peers read.
+- `stage`   uint8, the codes of all other ranks as they arrive; the caller's.
+- a scratch of fp32 numbers, the length of the longest piece, lent by the pool while a piece is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .codec import Codec
+from .coding import in_words
+from .comm import Transport, Work
+from .layout import Pack
+from .pool import Kind, Ledger, Pool
+
+
+class CodedRows:
+    """One bundle's rows as codes."""
+
+    def __init__(
+        self,
+        key: str,
+        pack: Pack,
+        codec: Codec,
+        itemsize: int,
+        transport: Transport,
+        pool: Pool,
+        ledger: Ledger,
+    ) -> None:
+        self.key, self.pack, self.codec, self.transport, self.pool = key, pack, codec, transport, pool
+        rank, world = transport.rank, pack.world
+        self._bodies = [pack.body(r) for r in range(world)]
+        self._sizes = [codec.wire_bytes(numel) for numel in self._bodies]
+        self.region = transport.allocate(key, in_words(self._sizes[rank]), torch.uint8)
+        self._mirrored = self.region.mine.device != pool.device
+        kind: Kind = "host" if self._mirrored else "parameters"
+        self.cuts = [[(0, size)] if size else [] for size in self._sizes]
+        ledger.book(kind, self.region.mine.nbytes + transport.cache(self.region, self.cuts))
+        self._at = [sum(map(in_words, self._sizes[:r])) for r in range(world)]
+        self._turn = 0
+        held = sum(slot.held(rank) for slot in pack.slots)
+        self._ratio = held * itemsize / self._sizes[rank] if self._sizes[rank] else 1.0
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(map(in_words, self._sizes))
+
+    def encode(self, piece: Tensor) -> None:
+        """This rank's newest rows, in the layout of a piece, for the peers to fetch."""
+        rank = self.transport.rank
+        numel, size = self._bodies[rank], self._sizes[rank]
+        scratch = self._take() if piece.dtype != torch.float32 else None
+        values = piece[:numel] if scratch is None else scratch[:numel].copy_(piece[:numel])
+        code = torch.empty(size, dtype=torch.uint8, device=values.device) if self._mirrored else None
+        self._turn += 1
+        self.codec.encode(values, self.region.mine[:size] if code is None else code, {}, self._turn)
+        if code is not None:
+            self.region.mine[:size].copy_(code)
+        if scratch is not None:
+            self.pool.give(scratch)
+
+    def fetch(self, kind: str, stage: Tensor) -> Work:
+        rank = self.transport.rank
+        out = [
+            [stage[at : at + size]] if size and r != rank else []
+            for r, (at, size) in enumerate(zip(self._at, self._sizes, strict=True))
+        ]
+        before = self.sent(kind)
+        work = self.transport.gather(kind, self.key, self.region, self.cuts, out)
+        self.count(kind, before)
+        return _Fetch(self, kind, work)
+
+    def sent(self, kind: str) -> int:
+        return self.transport.counters.sent.get(kind, 0)
+
+    def count(self, kind: str, before: int) -> None:
+        """What has been sent since is so much shorter than the rows are."""
+        self.transport.counters.add_spared(kind, round((self.sent(kind) - before) * (self._ratio - 1.0)))
+
+    def spread(self, stage: Tensor, out: Sequence[Sequence[Tensor]]) -> None:
+        """Decode what has come, and this rank's own; `out`: per rank, where the rows of each slot go."""
+        scratch = self._take()
+        for rank, rows in enumerate(out):
+            size, at = self._sizes[rank], self._at[rank]
+            if size == 0:
+                continue
+            code = self.region.mine[:size] if rank == self.transport.rank else stage[at : at + size]
+            values = scratch[: self._bodies[rank]]
+            self.codec.decode(code.to(values.device), values, add=False)
+            pieces = [values[start : start + n] for start, n in self.pack.cuts_of_pieces()[rank]]
+            torch._foreach_copy_(list(rows), pieces)
+        self.pool.give(scratch)
+
+    def _take(self) -> Tensor:
+        return self.pool.take(max(self._bodies), torch.float32, self)
+
+
+class _Fetch:
+    """A gather of codes. Some of it may be sent when it is waited for."""
+
+    __slots__ = ("_kind", "_rows", "_work")
+
+    def __init__(self, rows: CodedRows, kind: str, work: Work) -> None:
+        self._rows, self._kind, self._work = rows, kind, work
+
+    def poll(self) -> bool:
+        return self._work.poll()
+
+    def wait(self) -> None:
+        before = self._rows.sent(self._kind)
+        self._work.wait()
+        self._rows.count(self._kind, before)

@@ -1,0 +1,100 @@
+"""Which codec each parameter gets: the `compress=` and `gather=` options of `shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .codec import Codec
+from .errors import OptionError
+from .policy import Adaptive, EveryStep, Local, Sync
+
+#: Patterns of parameter names and the codec of each, None: as they are. The first that matches counts.
+Routes = tuple[tuple[str, Codec | None], ...]
+
+
+def routes_of(value: Any) -> Routes:
+    """`compress=` as pairs: a codec for all parameters, or a mapping from name patterns to codecs.
+
+    >>> from zeroshard.codec import Int8
+    >>> routes_of({"*norm*": None, "*": Int8()})
+    (('*norm*', None), ('*', Int8(block=256, feedback=False, stochastic=False)))
+    """
+    if value is None:
+        return ()
+    if isinstance(value, Codec):
+        value = {"*": value}
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, tuple) or not all(_is_pair(pair) for pair in pairs):
+        raise OptionError(
+            f"compress={value!r} must be a codec such as zs.Int8(), or a mapping from name patterns to "
+            'codecs such as {"*norm*": None, "*": zs.Int8()}.'
+        )
+    for _, codec in pairs:
+        if codec is not None:
+            codec.settings()  # raises for a codec that ranks could not compare
+    return tuple((str(pattern), codec) for pattern, codec in pairs)
+
+
+def _is_pair(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    pattern, codec = pair
+    return isinstance(pattern, str) and bool(pattern) and (codec is None or isinstance(codec, Codec))
+
+
+def codec_for(routes: Routes, name: str) -> Codec | None:
+    """The codec of the first pattern that matches; None: the gradient travels as it is."""
+    return next((codec for pattern, codec in routes if fnmatchcase(name, pattern)), None)
+
+
+def check_patterns(routes: Routes, names: Iterable[str]) -> None:
+    """Every pattern of `compress=` must decide about some parameter: an option is never ignored."""
+    undecided = list(names)
+    for pattern, _ in routes:
+        taken = {name for name in undecided if fnmatchcase(name, pattern)}
+        if not taken:
+            earlier = " that no earlier pattern has taken" if len(undecided) < len(list(names)) else ""
+            raise OptionError(
+                f'compress: pattern "{pattern}" matches no trainable parameter{earlier}. Patterns are tried '
+                "in the order given."
+            )
+        undecided = [name for name in undecided if name not in taken]
+
+
+def check_compress(routes: Routes, sync: Sync) -> None:
+    """Whether any gradients travel that a codec could make smaller."""
+    choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
+    for choice in choices:
+        if isinstance(choice, EveryStep):
+            routes_of(choice.compress)
+    if routes and all(isinstance(choice, Local) for choice in choices):
+        raise OptionError(
+            "compress= encodes gradients, and with sync=Local(...) none travel: ranks meet by their "
+            "parameters. Drop one of the two."
+        )
+
+
+def check_gather(codec: object, stage: int, offloads: bool) -> None:
+    """Whether `gather=` is a codec that can carry parameters, at a stage that gathers them."""
+    if codec is None:
+        return
+    if not isinstance(codec, Codec):
+        raise OptionError(f"gather={codec!r} must be a codec such as zs.Int8().")
+    codec.settings()
+    if codec.state_names or not codec.active(0):
+        raise OptionError(
+            f"gather={codec!r}: parameters are encoded afresh every step, so a codec for them keeps no state "
+            "and needs no warm-up. Pass zs.Int8(), zs.Int4(feedback=False) or zs.Cast(...)."
+        )
+    if stage == 0:
+        raise OptionError(
+            "gather= encodes parameters that ranks fetch from one another, and at stage 0 every rank updates "
+            "all of them itself: drop it, or pass stage=1, 2 or 3."
+        )
+    if offloads and stage < 3:
+        raise OptionError(
+            f"gather= with offload= needs stage=3, and this is stage {stage}: the host writes the new "
+            "weights into the ones that compute, where decoded ones would have to be."
+        )

@@ -1,0 +1,76 @@
+"""How many bytes the way of the gradients takes: wires, landings, and what codecs keep. Integers only; what
+`wiring` makes, size by size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .coding import back_bytes, bodies_of, wire_bytes
+from .shapes import WIDTHS, Bucket, Buffers
+
+if TYPE_CHECKING:
+    from .codec import Codec
+
+# Dtypes of wire and gradient, and the codec between.
+Sort = tuple[str, str, "Codec | None"]
+RING = 3  # wires in flight from stage 2 on, as in `wiring`
+
+
+def gradients_of(buckets: Sequence[Bucket], stage: int, travel: bool, rank: int, behind: bool) -> Buffers:
+    """Wires and landings. Where gradients do not travel there is neither: the leaf's gradient becomes the
+    home's, and lasts until `zero_grad`. One step behind, each bucket has its own wire and lands twice."""
+    if not travel:
+        alone = [b for b in buckets if b.part is None]
+        once = sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights)
+        return Buffers(gradients=2 * once if behind else once)
+    groups: dict[Sort, list[Bucket]] = {}
+    for bucket in buckets:
+        groups.setdefault((bucket.wire, bucket.landed, bucket.codec), []).append(bucket)
+    coded = [bucket for bucket in buckets if bucket.codec is not None]
+    narrow = [bucket.piece(rank) for bucket in coded if bucket.landed != "float32"]
+    desk = 4 * max((bucket.wire_numel for bucket in coded), default=0) + 4 * max(narrow, default=0)
+    total = Buffers(buckets=desk)
+    for (_, _, codec), members in groups.items():
+        if codec is None:
+            total += _plain(members, stage, rank, behind)
+        else:
+            total += _coded(members, codec, stage, rank)
+    return total
+
+
+def _plain(members: list[Bucket], stage: int, rank: int, behind: bool) -> Buffers:
+    """Buckets of one pair of dtypes that travel as they are."""
+    wire, dtype = members[0].wire, members[0].landed
+    sizes = [bucket.wire_numel for bucket in members]
+    numel = min(RING, len(sizes)) * max(sizes) if stage > 1 and not behind else sum(sizes)
+    wires = numel * WIDTHS[wire]
+    pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
+    if stage == 0:  # where dtypes agree, the wire is the gradient
+        whole = Buffers(gradients=numel * WIDTHS[dtype])
+        return whole if dtype == wire else whole + Buffers(buckets=wires + pieces)
+    landed = 2 * pieces if behind else pieces if stage > 1 or dtype != wire else 0
+    return Buffers(gradients=wires + landed) if stage == 1 else Buffers(gradients=landed, buckets=wires)
+
+
+def _coded(members: list[Bucket], codec: Codec, stage: int, rank: int) -> Buffers:
+    """Buckets that travel through a codec: a ring of short wires at any stage, and what it has not sent."""
+    total = Buffers()
+    wire, landed = WIDTHS[members[0].wire], WIDTHS[members[0].landed]
+    sizes = [wire_bytes(codec, bucket.pack, wire) for bucket in members]
+    total += Buffers(
+        buckets=min(RING, len(sizes)) * max(sizes),
+        state=sum(codec.state_bytes(bucket.wire_numel) for bucket in members),
+    )
+    for bucket in members:
+        pieces = bucket.piece(rank) * landed
+        if stage > 0:
+            total += Buffers(gradients=pieces)
+            continue
+        _, own = bodies_of(bucket.pack)[rank]
+        total += Buffers(
+            gradients=bucket.wire_numel * landed,
+            buckets=pieces + back_bytes(codec, own, landed),
+            state=codec.state_bytes(own),
+        )
+    return total

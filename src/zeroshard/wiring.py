@@ -1,0 +1,143 @@
+"""Makes the buckets of a run: which gradients travel together, through which codec, over which wires."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .bucket import Bucket, CodedBucket, Desk
+from .codec import Codec
+from .coding import wire_bytes
+from .comm import Region, Transport
+from .config import Options
+from .layout import ALIGN, FlatPack, Pack, Slot, buckets
+from .pool import Kind, Ledger
+from .routes import codec_for
+from .shard import Param
+
+RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+
+
+@dataclass(frozen=True)
+class Sort:
+    """Gradients that may share a bucket: what travels, what `p.grad` is, and the codec between."""
+
+    wire: torch.dtype
+    landed: torch.dtype
+    codec: Codec | None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        return self.wire, self.landed
+
+
+def sort_of(param: Param, options: Options) -> Sort:
+    """A parameter that computes in master precision reduces in it too."""
+    precision, codec = options.precision, codec_for(options.compress, param.name)
+    if precision is None or param.leaf.dtype == getattr(torch, precision.master):
+        return Sort(param.leaf.dtype, param.leaf.dtype, codec)
+    return Sort(getattr(torch, precision.wire), getattr(torch, precision.landed), codec)
+
+
+class Wiring:
+    """All ranks make the same buckets in the same order: the transport's regions depend on it. `delays`:
+    every bucket has a wire of its own at any stage."""
+
+    def __init__(
+        self,
+        options: Options,
+        transport: Transport,
+        device: torch.device,
+        ledger: Ledger,
+        delays: bool,
+        align: int = ALIGN,
+    ) -> None:
+        self.options, self.transport, self.device, self.ledger = options, transport, device, ledger
+        self.delays, self.align = delays, align
+        self.desk: Desk | None = None
+
+    def buckets(self, params: Sequence[Param], together: Sequence[Sequence[Param]]) -> list[Bucket]:
+        """Buckets of `params`, which come in the order in which gradients arrive. Those of a group of
+        `together` make a bucket of their own."""
+        place = {p.name: n for n, p in enumerate(params)}
+        sorts = {p.name: sort_of(p, self.options) for p in params}
+        groups: dict[Sort, list[list[Param]]] = {}
+        for group in together:
+            groups.setdefault(sorts[group[0].name], []).append(list(group))
+        taken = {p.name for group in together for p in group}
+        by_name = {p.name: p for p in params}
+        for sort in dict.fromkeys(sorts.values()):
+            rest = [p for p in params if sorts[p.name] == sort and p.name not in taken]
+            sizes = [(p.name, p.leaf.numel() * sort.wire.itemsize) for p in rest]
+            for names in buckets(sizes, self.options.bucket_bytes):
+                groups.setdefault(sort, []).append([by_name[n] for n in names])
+        made: list[_Made] = []
+        for sort, members in groups.items():
+            members.sort(key=lambda ps: min(place[p.name] for p in ps))
+            packs = [self._pack(ps) for ps in members]
+            wires = self._wires(packs, sort) if sort.codec is None else self._code_wires(packs, sort)
+            made += [_Made(sort, *each) for each in zip(members, packs, wires, strict=True)]
+        self._lay_desk([each for each in made if each.sort.codec is not None])
+        return [self._bucket(index, each) for index, each in enumerate(made)]
+
+    def _pack(self, params: Sequence[Param]) -> Pack:
+        kind = FlatPack if self.options.stage == 0 else Pack
+        slots = tuple(_grad_slot(p.slot) for p in params)
+        return kind(slots, self.transport.size, flags=True, align=self.align)
+
+    def _wires(self, packs: list[Pack], sort: Sort) -> list[Region]:
+        """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
+        few from stage 2 on."""
+        keeps = self.delays or not self.options.shards_grads
+        ring = self._ring(f"gradients {sort.wire}", [pack.wire for pack in packs], sort.wire, keeps)
+        shown = self.options.stage == 0 and sort.wire == sort.landed and ring[0].mine.device == self.device
+        kind: Kind = "gradients" if self.options.stage == 1 or shown else "buckets"
+        self.ledger.book(kind, sum(region.mine.nbytes for region in ring))
+        return [ring[i % len(ring)] for i in range(len(packs))]
+
+    def _code_wires(self, packs: list[Pack], sort: Sort) -> list[Region]:
+        """A coded gradient stays on its wire at no stage."""
+        assert sort.codec is not None
+        sizes = [wire_bytes(sort.codec, pack, sort.wire.itemsize) for pack in packs]
+        ring = self._ring(f"codes {sort.wire} {sort.codec!r}", sizes, torch.uint8, self.delays)
+        self.ledger.book("buckets", sum(region.mine.nbytes for region in ring))
+        return [ring[i % len(ring)] for i in range(len(packs))]
+
+    def _ring(self, key: str, sizes: list[int], dtype: torch.dtype, keeps: bool) -> list[Region]:
+        rooms = sizes if keeps else [max(sizes)] * min(RING, len(sizes))
+        return [self.transport.allocate(f"{key} {i}", room, dtype) for i, room in enumerate(rooms)]
+
+    def _lay_desk(self, coded: list[_Made]) -> None:
+        """Memory that the coded buckets share, as large as the largest needs."""
+        if coded:
+            rank = self.transport.rank
+            narrow = [each.pack.pieces[rank] for each in coded if each.sort.landed != torch.float32]
+            away = [each.wire.mine.numel() for each in coded if each.wire.mine.device != self.device]
+            sizes = max(each.pack.wire for each in coded), max(narrow, default=0), max(away, default=0)
+            self.desk = Desk(self.device, *sizes, self.ledger)
+
+    def _bucket(self, index: int, made: _Made) -> Bucket:
+        sort, transport = made.sort, self.transport
+        if sort.codec is None:
+            return Bucket(index, made.pack, made.params, made.wire, transport, sort.dtypes, self.device)
+        assert self.desk is not None
+        return CodedBucket(
+            index, made.pack, made.params, made.wire, transport, sort.dtypes, self.desk, sort.codec
+        )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a bucket is made from."""
+
+    sort: Sort
+    params: list[Param]
+    pack: Pack
+    wire: Region
+
+
+def _grad_slot(slot: Slot) -> Slot:
+    """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
+    return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot

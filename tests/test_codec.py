@@ -1,0 +1,270 @@
+"""Codecs: bytes, errors within their bounds, awkward values, and what every codec has to keep to."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from codec_case import normal, pieces, send
+from hypothesis import given, settings
+from torch import Tensor
+
+import zeroshard.codec
+from zeroshard.codec import Cast, Codec, Compression, Int4, Int8, LowRank, OneBit, Rows, TopK, from_settings
+from zeroshard.errors import OptionError
+
+ALL: list[Codec] = [
+    Cast("bfloat16"),
+    Cast("float16"),
+    Int8(),
+    Int8(block=16, feedback=True),
+    Int8(block=32, stochastic=True),
+    Int8(block=64, feedback=True, stochastic=True),
+    Int4(),
+    Int4(block=16, feedback=False, stochastic=True),
+    OneBit(),
+    OneBit(block=48, warmup_steps=0),
+    TopK(),
+    TopK(ratio=0.1, momentum=0.9),
+    TopK(ratio=1.0),
+]
+ROUNDING = [codec for codec in ALL if codec.numerics == "rounding"]
+every = pytest.mark.parametrize("codec", ALL, ids=repr)
+quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+# -- bytes
+@pytest.mark.parametrize(
+    ("codec", "factor"),
+    [
+        (Cast("bfloat16"), 2.0),
+        (Cast("float16"), 2.0),
+        (Int8(), 3.9),
+        (Int4(), 7.5),
+        (OneBit(), 28.0),
+        (TopK(ratio=0.01), 45.0),
+    ],
+    ids=repr,
+)
+def test_bytes_against_fp32(codec: Codec, factor: float) -> None:
+    for numel in (20_000, 1_000_003):
+        assert 4 * numel / codec.wire_bytes(numel) >= factor - 1e-4
+
+
+@every
+def test_sizes_are_closed_forms(codec: Codec) -> None:
+    assert codec.wire_bytes(0) == 0
+    for numel in (0, 1, 5, 63, 64, 1000):
+        assert codec.wire_bytes(numel) % 16 == 0
+        assert codec.state_bytes(numel) == sum(tensor.nbytes for tensor in codec.state(numel).values())
+
+
+# -- errors
+def bound(codec: Codec, values: Tensor) -> Tensor:
+    """The largest error that a codec's docstring allows for each value, of values in its range."""
+    if isinstance(codec, Cast):
+        return values.abs() * (2.0**-8 if codec.dtype == "bfloat16" else 2.0**-11) + 3e-8
+    assert isinstance(codec, (Int8, Int4))
+    parts = values.abs().split(codec.block)
+    largest = torch.cat([part.max().expand(part.numel()) for part in parts]) if values.numel() else values
+    step = largest / codec.levels * (1 + 2.0**-7)
+    return (step if codec.stochastic else step / 2) + 2.0**-100
+
+
+@pytest.mark.parametrize("codec", ROUNDING, ids=repr)
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_error_stays_within_its_bound(codec: Codec, spread: float) -> None:
+    values = normal(5000, 1, spread).clamp(-6e4, 6e4)
+    assert ((send(codec, values, codec.state(5000)) - values).abs() <= bound(codec, values)).all()
+
+
+@pytest.mark.parametrize("codec", ROUNDING, ids=repr)
+@quick
+@given(values=pieces())
+def test_awkward_values_stay_within_the_bound(codec: Codec, values: Tensor) -> None:
+    if codec == Cast("float16"):
+        values = values.clamp(-6e4, 6e4)
+    values = values.clamp(-1.7e38, 1.7e38)  # larger ones count as overflowed
+    found = send(codec, values, codec.state(values.numel()))
+    assert ((found - values).abs() <= bound(codec, values)).all()
+
+
+@every
+@quick
+@given(values=pieces(broken=True))
+def test_what_is_not_finite_arrives_as_such_and_leaves_the_state_alone(codec: Codec, values: Tensor) -> None:
+    state = codec.state(values.numel())
+    for tensor in state.values():
+        tensor.fill_(0.25)
+    broken = ~values.isfinite()
+    found = send(codec, values, state)
+    if isinstance(codec, TopK):  # of many it may send some, and one is enough
+        assert broken.any() == (~found.isfinite()).any()
+    else:
+        assert not found[broken].isfinite().any()
+    for tensor in state.values():
+        assert tensor.isfinite().all()
+        assert (tensor[broken] == 0.25).all()
+    kept = codec.state(values.numel())
+    send(codec, torch.ones_like(values), kept)
+    assert all(tensor.isfinite().all() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("codec", [Int8(16, feedback=True), Int4(), OneBit(), TopK(), TopK(0.1)], ids=repr)
+def test_sent_and_residual_are_the_sum_of_gradients(codec: Codec) -> None:
+    numel, state = 1000, codec.state(1000)
+    sent, wanted = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(50):
+        values = normal(numel, step, 1.0)
+        wanted += values
+        sent += send(codec, values, state, step)
+    assert (sent - wanted).abs().max() > 1e-3, "nothing was lost: this proves nothing"
+    assert (sent + state["residual"] - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    "codec", [Int8(block=64, stochastic=True), Int4(block=64, feedback=False, stochastic=True)], ids=repr
+)
+def test_stochastic_rounding_is_unbiased(codec: Int8 | Int4) -> None:
+    values = normal(64, 3)
+    step = values.abs().max() / codec.levels
+    count = 2000
+    mean = torch.stack([codec.round_trip(values, turn) for turn in range(count)]).double().mean(0)
+    # A round of dice has a standard deviation of half a step at most.
+    assert ((mean - values).abs() <= 5 * 0.5 * step / count**0.5).all()
+    nearest = (replace(codec, stochastic=False).round_trip(values) - values).abs()
+    assert nearest.max() > 0.3 * step, "rounding to nearest would pass too: this proves nothing"
+
+
+def test_stochastic_rounding_differs_by_place_value_and_step() -> None:
+    codec, values = Int8(stochastic=True), torch.full((256,), 0.3)
+    values[0] = 1.0
+    first, again, later = (codec.round_trip(values, step) for step in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert first[1:].unique().numel() == 2, "equal values at different places roll different dice"
+    assert not torch.equal(first, later)
+    share = float((first[1:] > 0.3).float().mean())
+    assert 0.0 < share < 1.0
+
+
+# -- what surrounds them
+@pytest.mark.parametrize("codec", [*ALL, LowRank(), LowRank(2), Rows()], ids=repr)
+def test_settings_are_plain_data_and_give_the_codec_back(codec: Compression) -> None:
+    described = codec.settings()
+    assert all(isinstance(value, (str, int, float, bool)) for value in described.values())
+    assert from_settings(described) == codec
+    assert hash(from_settings(described)) == hash(codec)
+
+
+@dataclass(frozen=True)
+class Signs(Codec):
+    """A user's own: nothing but the sign, one byte each, and what was not sent is kept."""
+
+    size: float = 0.1
+    numerics = "approximate"
+    feedback = True
+
+    def wire_bytes(self, numel: int) -> int:
+        return numel
+
+    def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
+        wanted = values + state["residual"]
+        signs = wanted.sign()
+        code.view(torch.int8).copy_(signs)
+        state["residual"].copy_(wanted - self.size * signs)
+
+    def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
+        values = code.view(torch.int8).float() * self.size
+        out.add_(values) if add else out.copy_(values)
+
+
+def test_a_codec_of_ones_own_is_one_small_class() -> None:
+    codec, state = Signs(), Signs().state(3)
+    values = torch.tensor([0.08, -0.05, 0.0])
+    sent = torch.stack([send(codec, values, state, step) for step in range(40)]).mean(0)
+    assert torch.allclose(sent, values, atol=0.01)
+    assert codec.state_bytes(3) == 12
+    assert codec.active(0)
+    assert from_settings({"kind": "Signs", "size": 0.1}) == codec
+
+
+def test_the_codec_in_the_documentation_works() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "communication.md").read_text(encoding="utf-8")
+    (block,) = (part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class " in part)
+    names: dict[str, Any] = {"__name__": "documentation"}
+    exec(block, names)
+    codec, state = names["Float8"](), names["Float8"]().state(1000)
+    sent = wanted = torch.zeros(1000, dtype=torch.float64)
+    for step in range(20):
+        sent, wanted = sent + send(codec, normal(1000, step), state), wanted + normal(1000, step)
+    assert (sent - wanted).abs().max() > 0.01
+    assert (sent + state["residual"] - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    found = send(codec, torch.tensor([1.0, float("nan")]), state := codec.state(2))
+    assert found.isnan().tolist() == [False, True]
+    assert state["residual"].isfinite().all()
+
+
+def test_examples_in_docstrings_run() -> None:
+    names = ("base", "cast", "integers", "onebit", "topk", "lowrank", "rows")
+    for name in names:
+        found = doctest.testmod(importlib.import_module(f"zeroshard.codec.{name}"))
+        assert found.attempted > 0
+        assert found.failed == 0
+
+
+def test_every_public_codec_says_its_numerics_and_its_cost() -> None:
+    for name in zeroshard.codec.__all__:
+        thing = getattr(zeroshard.codec, name)
+        if isinstance(thing, type) and thing not in (Codec, Compression):
+            assert f"Numerics: {thing.numerics}" in (thing.__doc__ or "")
+
+
+# -- mistakes
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Cast("int8"), r"Cast\('int8'\): pass 'bfloat16' or 'float16'"),  # type: ignore[arg-type]
+        (lambda: Int8(block=100), r"Int8\(block=100\): a multiple of 16 from 16 to 65536"),
+        (lambda: Int8(block=0), r"Int8\(block=0\): a multiple of 16"),
+        (lambda: Int8(feedback=1), r"Int8\(feedback=1\): pass True or False"),  # type: ignore[arg-type]
+        (lambda: Int4(stochastic="no"), r"Int4\(stochastic='no'\): pass True or False"),  # type: ignore[arg-type]
+        (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): a whole number, 0 or more"),
+        (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
+        (lambda: TopK(momentum=1.0), r"TopK\(momentum=1.0\) must be at least 0 and below 1"),
+        (lambda: LowRank(rank=0), r"LowRank\(rank=0\): a whole number, 1 or more"),
+        (lambda: from_settings({"kind": "Int9"}), r"kind 'Int9' is unknown; known are .*Cast.*Int8"),
+    ],
+)
+def test_wrong_options(make, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        make()
+
+
+def test_a_codec_without_fields_known_is_refused() -> None:
+    class Bare(Signs.__base__):  # type: ignore[misc, name-defined]
+        numerics = "exact"
+        wire_bytes = encode = decode = None
+
+    with pytest.raises(OptionError, match="codec Bare is no dataclass"):
+        Bare().settings()
+
+
+def test_wrong_tensors() -> None:
+    codec, values = Int8(), torch.zeros(8)
+    code = torch.zeros(codec.wire_bytes(8) + 1, dtype=torch.uint8)
+    with pytest.raises(OptionError, match=r"`values` is torch\.float64 of shape"):
+        codec.encode(values.double(), code[:-1], {}, 0)
+    with pytest.raises(OptionError, match=r"`values` is torch.float32 of shape \(2, 4\)"):
+        codec.encode(values.view(2, 4), code[:-1], {}, 0)
+    with pytest.raises(OptionError, match="`code` holds 33 bytes; 8 values take 32"):
+        codec.encode(values, code, {}, 0)
+    with pytest.raises(OptionError, match="`code` begins at byte 1 of its storage"):
+        codec.encode(values, code[1:], {}, 0)
+    with pytest.raises(OptionError, match="`code` is on cpu and `out` on meta"):
+        codec.decode(code[:-1], values.to("meta"), add=False)
