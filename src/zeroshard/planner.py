@@ -301,8 +301,11 @@ def _few(question: Question, stage: Stage, placing: Placing) -> Candidate | None
         return price(question, options, None if exact else composed(question, chosen))
 
     found: list[tuple[float, int, bool]] = []
+    high = len(order)
     for lean in (False, True):
-        low, high = 0, len(order)
+        low = 0
+        if lean and high > 4 and not fits(high - 4, lean):
+            low = high - 4  # lean takes no more units than not lean, and mostly few less
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle, lean) else (middle, high)
