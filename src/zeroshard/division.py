@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from .codec import Compression, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .placement import Place, Placement, Rest
 from .policy import Adaptive, Delayed, EveryStep, Local
-from .routes import codec_for
+from .routes import bucket_limit, codec_for
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
 from .wires import Sort
-
-if TYPE_CHECKING:
-    from .codec import Codec
 
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
@@ -205,14 +202,14 @@ class Division:
         for bundle in self.bundles:
             if self.state_rest(bundle) == "device":
                 continue
-            groups: dict[tuple[int, Codec | None], list[Weight]] = {}
+            groups: dict[tuple[int, Compression | None], list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
                     groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
-            for (number, _), members in groups.items():
+            for (number, codec), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
-                for names in buckets(sizes, offload.stage_bytes):
+                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes)):
                     numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
                     kernel = self._kernel(members[0], bundle.master)
                     native = kernel and self.overlapped
@@ -264,14 +261,23 @@ class Division:
             ]
             groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
-                for names in buckets(sizes, self.options.bucket_bytes)
+                for names in buckets(sizes, bucket_limit(sort[2], self.options.bucket_bytes))
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0
         for (wire, landed, codec), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat, codec)
+                Bucket(
+                    ws,
+                    tuple(self._grad_slot(w) for w in ws),
+                    wire,
+                    landed,
+                    self.align,
+                    part,
+                    flat and not isinstance(codec, Rows),
+                    codec,
+                )
                 for ws, part in members
             ]
         return result
@@ -285,9 +291,9 @@ class Division:
     def trainable(self) -> dict[str, Weight]:
         return {w.name: w for unit in self.units for w in unit.weights if w.trainable}
 
-    def codec(self, weight: Weight) -> Codec | None:
+    def codec(self, weight: Weight) -> Compression | None:
         """What its gradient travels through."""
-        return codec_for(self.options.compress, weight.name) if self.world > 1 else None
+        return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
 
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""

@@ -3,6 +3,7 @@ what ranks that train apart keep. Integers only."""
 
 from __future__ import annotations
 
+from .codec import Codec
 from .coding import wire_bytes
 from .division import Division, choices
 from .layout import Pack, buckets, slots_for
@@ -23,7 +24,8 @@ def stage_bytes(setup: Division) -> int:
     world = setup.world
     for bucket in setup.buckets if setup.reduces else ():
         if bucket.codec is not None:
-            need("uint8", wire_bytes(bucket.codec, bucket.pack, WIDTHS[bucket.wire]))
+            if isinstance(bucket.codec, Codec):
+                need("uint8", wire_bytes(bucket.codec, bucket.pack, WIDTHS[bucket.wire]))
             continue
         each, total = max(bucket.piece(0), bucket.piece(setup.rank)), bucket.wire_numel
         even = each * world == total

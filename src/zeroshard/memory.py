@@ -1,8 +1,7 @@
 """How many bytes a rank holds, for what, and when. Integers only: no torch, no memory, any number of ranks.
 
 `buffers_of` repeats, size by size, what `build` allocates: for a run on the CPU its figures are those of
-`run.stats()`, to the byte. `closed_form` is the ZeRO paper's table, for orientation: it knows neither
-padding nor buffers.
+`run.stats()`, to the byte.
 """
 
 from __future__ import annotations
@@ -84,18 +83,6 @@ class Setup(Division):
         made = self.bundled_as(replace(self.options, offload=replace(offload, device_bytes=device_bytes)))
         made.__dict__["demands"] = self.demands
         return made
-
-
-def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:
-    """The ZeRO paper's table: bytes of a rank for `numel` parameters that take `width` bytes, as do their
-    gradients, and `state` bytes of optimizer state each (fp32 master and Adam: 12). Without padding,
-    gathered units, buckets and activations.
-
-    >>> [round(closed_form(7_500_000_000, 64, stage) / 1e9, 2) for stage in range(4)]
-    [120.0, 31.41, 16.64, 1.88]
-    """
-    shared = [state * (stage >= 1), width * (stage >= 2), width * (stage >= 3)]
-    return numel * (2 * width + state - sum(shared) + sum(shared) / world)
 
 
 def buffers_of(setup: Setup) -> Buffers:
