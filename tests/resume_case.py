@@ -104,6 +104,7 @@ SHORT = [
     *("int8 with feedback", "top-k"),
 ]
 
+
 @dataclass
 class Half:
     """What a run left: the weights, the losses, the data that came with a checkpoint."""
