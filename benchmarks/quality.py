@@ -168,7 +168,7 @@ def behind(row: dict[str, Any], plain: dict[str, Any]) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Markdown: means over the seeds, and all of them. Bytes are those of gradients; where ranks meet by their
+    """Markdown: means over the seeds, and each. Bytes are those of gradients; where ranks meet by their
     parameters, all there are."""
     lines = []
     for name in dict.fromkeys(row["task"] for row in found):
