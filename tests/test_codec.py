@@ -50,7 +50,7 @@ quick = settings(max_examples=40, deadline=None, derandomize=True, database=None
     ids=repr,
 )
 def test_bytes_against_fp32(codec: Codec, factor: float) -> None:
-    for numel in (100_000, 1_000_003):
+    for numel in (20_000, 1_000_003):
         assert 4 * numel / codec.wire_bytes(numel) >= factor - 1e-4
 
 
@@ -58,7 +58,7 @@ def test_bytes_against_fp32(codec: Codec, factor: float) -> None:
 def test_sizes_are_closed_forms(codec: Codec) -> None:
     assert codec.wire_bytes(0) == 0
     for numel in (0, 1, 5, 63, 64, 1000):
-        assert codec.wire_bytes(numel) % 4 == 0
+        assert codec.wire_bytes(numel) % 16 == 0
         assert codec.state_bytes(numel) == sum(tensor.nbytes for tensor in codec.state(numel).values())
 
 
@@ -168,17 +168,16 @@ class Signs(Codec):
     feedback = True
 
     def wire_bytes(self, numel: int) -> int:
-        return -(-numel // 4) * 4
+        return numel
 
     def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
         wanted = values + state["residual"]
         signs = wanted.sign()
-        code.zero_()
-        code[: values.numel()].view(torch.int8).copy_(signs)
+        code.view(torch.int8).copy_(signs)
         state["residual"].copy_(wanted - self.size * signs)
 
     def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
-        values = code[: out.numel()].view(torch.int8).float() * self.size
+        values = code.view(torch.int8).float() * self.size
         out.add_(values) if add else out.copy_(values)
 
 
@@ -244,7 +243,7 @@ def test_wrong_tensors() -> None:
         codec.encode(values.double(), code[:-1], {}, 0)
     with pytest.raises(OptionError, match=r"`values` is torch.float32 of shape \(2, 4\)"):
         codec.encode(values.view(2, 4), code[:-1], {}, 0)
-    with pytest.raises(OptionError, match="`code` holds 13 bytes; 8 values take 12"):
+    with pytest.raises(OptionError, match="`code` holds 33 bytes; 8 values take 32"):
         codec.encode(values, code, {}, 0)
     with pytest.raises(OptionError, match="`code` begins at byte 1 of its storage"):
         codec.encode(values, code[1:], {}, 0)

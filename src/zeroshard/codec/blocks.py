@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.codec import gpu
 from zeroshard.codec.base import Codec, check, padded
 from zeroshard.errors import OptionError
 from zeroshard.native.codes import Blocks
@@ -68,7 +69,10 @@ class Blocked(Codec):
         residual = state["residual"] if self.feedback else None
         scales, packed = self._parts(code, values.numel())
         form = Blocks(self.block, self.bits, self._salt(step))
+        _clear_gaps(code, 2 * scales.numel(), self.scale_bytes(values.numel()), packed.numel())
         if values.device.type == "cpu" and form.encode(values, residual, scales, packed):
+            return
+        if values.device.type == "cuda" and gpu.encode(form, values, residual, scales, packed):
             return
         for run in self._runs(scales, packed, values.numel()):
             kept = None if residual is None else run.of(residual)
@@ -82,6 +86,8 @@ class Blocked(Codec):
         scales, packed = self._parts(code, out.numel())
         form = Blocks(self.block, self.bits)
         if out.device.type == "cpu" and form.decode(scales, packed, out, add):
+            return
+        if out.device.type == "cuda" and gpu.decode(form, scales, packed, out, add):
             return
         for run in self._runs(scales, packed, out.numel()):
             part, values = run.of(out), self._decode_run(run)
@@ -100,13 +106,10 @@ class Blocked(Codec):
         """The values of a run, a row for each block."""
 
     def _parts(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The scales' bits as int16 and the packed values; what lies behind either is zero."""
-        count, at = 2 * -(-numel // self.block), self.scale_bytes(numel)
-        end = at + self._packed_bytes(numel)
-        for start, stop in ((count, at), (end, code.numel())):
-            if start < stop:
-                code[start:stop].zero_()
-        return code[:count].view(torch.int16), code[at:end]
+        """The scales' bits as int16, and the packed values."""
+        at = self.scale_bytes(numel)
+        scales = code[: 2 * -(-numel // self.block)].view(torch.int16)
+        return scales, code[at : at + self._packed_bytes(numel)]
 
     def _runs(self, scales: Tensor, packed: Tensor, numel: int) -> Iterator[Run]:
         """The whole blocks, then the short one."""
@@ -116,6 +119,13 @@ class Blocked(Codec):
             yield Run((whole, self.block), 0, scales[:whole], packed[:size].view(whole, -1))
         if short:
             yield Run((1, short), whole * self.block, scales[whole:], packed[size:].view(1, -1))
+
+
+def _clear_gaps(code: Tensor, scales: int, at: int, packed: int) -> None:
+    """Zeros behind the scales and behind the packed values."""
+    for start, stop in ((scales, at), (at + packed, code.numel())):
+        if start < stop:
+            code[start:stop].zero_()
 
 
 def pack(values: Tensor, to: Tensor, bits: int) -> None:

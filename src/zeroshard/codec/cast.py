@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from zeroshard.codec import gpu
 from zeroshard.codec.base import Codec, check, padded
 from zeroshard.errors import OptionError
 from zeroshard.native import accumulate, cast
@@ -53,8 +54,10 @@ class Cast(Codec):
         if out.device.type == "cpu":
             land = accumulate if add else cast
             spread(out.numel(), 1, lambda start, stop: land(out[start:stop], halves[start:stop]))
-        else:
-            out.add_(halves) if add else out.copy_(halves)
+        elif not add:
+            out.copy_(halves)
+        elif out.device.type != "cuda" or not gpu.add_halves(halves, out):
+            out.add_(halves)
 
     def _halves(self, code: Tensor, numel: int) -> Tensor:
         return code[: 2 * numel].view(getattr(torch, self.dtype))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import Codec, check
+from zeroshard.codec.base import Codec, check, padded
 from zeroshard.codec.blocks import MAGNITUDE
 from zeroshard.errors import OptionError
 from zeroshard.native.codes import largest
@@ -54,14 +54,15 @@ class TopK(Codec):
         return min(numel, max(1, round(self.ratio * numel)))
 
     def wire_bytes(self, numel: int) -> int:
-        return 8 * self.count(numel)
+        return padded(8 * self.count(numel))
 
     def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
         check(self, values, code)
         count, residual = self.count(values.numel()), state["residual"]
         if not count:
             return
-        places, chosen = code[: 4 * count].view(torch.int32), code[4 * count :].view(torch.float32)
+        places, chosen = self._parts(code, count)
+        code[8 * count :].zero_()
         if values.device.type == "cpu" and largest(
             values, residual, state.get("momentum"), self.momentum, places, chosen
         ):
@@ -82,8 +83,12 @@ class TopK(Codec):
         count = self.count(out.numel())
         if not add:
             out.zero_()
-        places = code[: 4 * count].view(torch.int32)
-        out.index_add_(0, places, code[4 * count :].view(torch.float32))
+        out.index_add_(0, *self._parts(code, count))
+
+    @staticmethod
+    def _parts(code: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Places and values."""
+        return code[: 4 * count].view(torch.int32), code[4 * count : 8 * count].view(torch.float32)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

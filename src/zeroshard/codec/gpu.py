@@ -1,0 +1,108 @@
+"""Codes on a GPU. Triton comes with torch's GPU builds; where it is missing or cannot compile, torch computes
+the same bits in more passes, and one line says so."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.native.codes import Blocks
+
+_log = logging.getLogger("zeroshard")
+
+# Values that a program takes, as in gpu_kernels. Longer blocks than this are for torch.
+TILE = 4096
+_WARPS = 4
+
+
+def encode(form: Blocks, values: Tensor, residual: Tensor | None, scales: Tensor, packed: Tensor) -> bool:
+    """As `Blocks.encode`, on the stream in force; False where it has done nothing."""
+    kernels = _kernels_for(values, form)
+    if kernels is None:
+        return False
+    salt = form.salt
+    if salt is not None and salt >> 31:
+        salt -= 1 << 32  # the same bits as a signed number, which is what Triton takes it for
+    given = (values, residual, scales, packed.view(torch.int8), values.numel(), salt)
+    _start(kernels.encode_blocks, given, *_programs(form, values.numel()), **_shape(form))
+    return True
+
+
+def decode(form: Blocks, scales: Tensor, packed: Tensor, out: Tensor, add: bool) -> bool:
+    """As `Blocks.decode`, on the stream in force; False where it has done nothing."""
+    kernels = _kernels_for(out, form)
+    if kernels is None:
+        return False
+    given = (scales, packed.view(torch.int8), out, out.numel())
+    _start(kernels.decode_blocks, given, *_programs(form, out.numel()), ADD=add, **_shape(form))
+    return True
+
+
+def add_halves(halves: Tensor, out: Tensor) -> bool:
+    """Add 16-bit numbers to fp32 ones; False where it has done nothing."""
+    kernels = _kernels_for(out)
+    if kernels is None:
+        return False
+    whole, rest = divmod(out.numel(), TILE)
+    _start(kernels.add_halves, (halves, out, out.numel()), whole, int(rest > 0))
+    return True
+
+
+def _start(kernel: Any, given: Sequence[Any], whole: int, rest: int, **options: Any) -> None:
+    """Programs without masks over whole tiles, then masked ones over the rest."""
+    with torch.cuda.device_of(given[0]):
+        for programs, masked in ((whole, False), (rest, True)):
+            if programs:
+                kernel[(programs,)](
+                    *given, **options, MASKED=masked, num_warps=_WARPS, enable_fp_fusion=False
+                )
+
+
+def _shape(form: Blocks) -> dict[str, int]:
+    """The constants that a kernel is compiled for."""
+    side = form.block * form.bits // 8
+    return {"BLOCK": form.block, "BITS": form.bits, "PAD": 1 << (side - 1).bit_length()}
+
+
+def _programs(form: Blocks, numel: int) -> tuple[int, int]:
+    """How many programs without masks, and with."""
+    side, pad = form.block * form.bits // 8, _shape(form)["PAD"]
+    tile = TILE * side // (pad * form.block) * form.block
+    whole = numel // tile if pad == side else 0
+    return whole, -(-(numel - whole * tile) // tile)
+
+
+def _kernels_for(tensor: Tensor, form: Blocks | None = None) -> ModuleType | None:
+    if form is not None and (form.bits not in (4, 8) or form.block > TILE):
+        return None
+    return _kernels(tensor.device) if tensor.numel() else None
+
+
+@functools.cache
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The kernels, tried once; None where torch has to do their work."""
+    try:
+        from zeroshard.codec import gpu_kernels
+
+        _try(gpu_kernels, device)
+    except Exception as reason:  # whatever keeps Triton from compiling, the answer is the same
+        _log.warning(
+            "codecs run in torch on %s, in more passes over memory than with Triton, because %s",
+            device,
+            reason,
+        )
+        return None
+    return gpu_kernels
+
+
+def _try(kernels: Any, device: torch.device) -> None:
+    halves, out = torch.ones(4, dtype=torch.bfloat16, device=device), torch.ones(4, device=device)
+    _start(kernels.add_halves, (halves, out, 4), 0, 1)
+    if out.tolist() != [2.0] * 4:
+        raise RuntimeError("it computes wrong sums here")
