@@ -34,6 +34,7 @@ EXACT = 1e-4  # relative, of the first losses: a system that trains another mode
 def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, object]:
     """All systems on one kind of link: the slowest rank's times, or what went wrong."""
     per_node = options.ranks_per_node
+    model = options.model or ("wide-7m" if link.mbit >= 1000 else "wide-2m")
     with network(world // per_node, link) as net, tempfile.TemporaryDirectory(prefix="links-") as folder:
         measured = probe(net)
         answers = [Path(folder, f"rank{rank}.json") for rank in range(world)]
@@ -41,7 +42,7 @@ def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, o
         ranks = []
         for rank in range(world):
             task = Task(
-                options.model,
+                model,
                 options.systems,
                 rank,
                 world,
@@ -49,6 +50,7 @@ def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, o
                 options.seconds,
                 str(answers[rank]),
                 per_node,
+                options.visits,
             )
             words = [sys.executable, str(HERE / "links_rank.py"), json.dumps(asdict(task))]
             command = net.command(rank // per_node, words)
@@ -64,12 +66,12 @@ def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, o
                 )
         problem = wait(ranks, options.timeout)
         told = [json.loads(a.read_text()) if a.exists() else {} for a in answers]
-        rows = {s: combine([t[s] for t in told]) for s in options.systems if all(s in t for t in told)}
+        rows = {s: best([t[s] for t in told]) for s in options.systems if all(s in t for t in told)}
         lines = [
             line for log in logs for line in log.read_text(errors="replace").splitlines() if "Error" in line
         ]
         note = f"{problem}: {lines[-1][:300] if lines else 'no error in its output'}" if problem else ""
-        facts = {"world": world, "per_node": per_node, "load_average": os.getloadavg()[0]}
+        facts = {"model": model, "world": world, "per_node": per_node, "load_average": os.getloadavg()[0]}
         return {**facts, "link": asdict(link), "measured": measured, "rows": rows, "problem": note}
 
 
@@ -118,6 +120,12 @@ def probe(net: Network) -> dict[str, float]:
     return found
 
 
+def best(ranks: list[list[dict[str, object]]]) -> dict[str, object]:
+    """The visit in which others disturbed least: the one with the shortest steps."""
+    visits = [combine(list(visit)) for visit in zip(*ranks, strict=False)]
+    return min(visits, key=lambda row: float(row["step_ms"]))  # type: ignore[arg-type]
+
+
 def combine(ranks: list[dict[str, object]]) -> dict[str, object]:
     """The slowest rank counts; losses are averaged, which makes them those of the whole batch."""
     losses = [sum(step) / len(ranks) for step in zip(*(r["losses"] for r in ranks), strict=True)]  # type: ignore[call-overload]
@@ -143,7 +151,7 @@ def tabulate(result: dict[str, object]) -> Table:
     got: dict[str, float] = result["measured"]  # type: ignore[assignment]
     each = f", {result['per_node']} a node" if result["per_node"] != 1 else ""
     title = (
-        f"{result['world']} ranks{each}, {link.name} "
+        f"{result['world']} ranks{each}, {link.name}, {result['model']} "
         f"(measured: {got['mbit']:.0f} Mbit/s, round trip {got['round_trip_ms']:.2f} ms)"
     )
     table = Table(title=title, title_justify="left")
@@ -173,7 +181,8 @@ def record(options: argparse.Namespace, results: list[dict[str, object]]) -> dic
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "kernel": platform.release(),
-        "model": WORKLOADS[options.model].describe(),
+        "models": {str(r["model"]): WORKLOADS[str(r["model"])].describe() for r in results},
+        "visits": options.visits,
         "how": "namespaces; rate by tbf; latencies of 0.5 ms and more by a user-space relay (no netem)",
         "results": results,
     }
@@ -182,14 +191,19 @@ def record(options: argparse.Namespace, results: list[dict[str, object]]) -> dic
 def write(path: Path, told: dict[str, object], console: Console) -> None:
     """JSON, and the tables beside it as Markdown."""
     path.write_text(json.dumps(told, indent=1) + "\n")
-    model: dict[str, object] = told["model"]  # type: ignore[assignment]
+    models: dict[str, dict[str, object]] = told["models"]  # type: ignore[assignment]
+    shown = "; ".join(
+        f"{name}: {model['parameters']:,} parameters, {model['sequence']} tokens a step"
+        for name, model in models.items()
+    )
+    load: tuple[float, ...] = told["load_average"]  # type: ignore[assignment]
     lines = [
         f"# Step times over shaped links, {told['date']}",
         "",
-        f"`{told['command']}` at {told['commit']}, {told['cores']} cores, load average when it ended "
-        f"{told['load_average'][0]:.1f}. Model: {model['name']}, "  # type: ignore[index]
-        f"{model['parameters']:,} parameters in {model['tensors']} tensors, fp32, AdamW. "
-        f"Links: {told['how']}.",
+        f"`{told['command']}` at {told['commit']}, {told['cores']} cores shared with other work (load average "
+        f"{load[0]:.1f} when it ended): of the rounds of a system, the first quartile counts, and of its "
+        f"visits ({told['visits']}, with all others in between) the shortest. GPTs in fp32 with AdamW "
+        f"({shown}). Links: {told['how']}.",
         "",
         "`sent a step` is what the network interface of the busiest rank counted. `waited`: share of the "
         "time in which the slowest rank waited for others, where the system says so.",
@@ -217,7 +231,8 @@ def main() -> int:
         "--systems", nargs="+", choices=known, default=known, metavar="SYSTEM", help=", ".join(known)
     )
     parser.add_argument("--ranks-per-node", type=int, default=1, help="as many share a namespace and a link")
-    parser.add_argument("--model", choices=list(WORKLOADS), default="gpt-2m")
+    parser.add_argument("--model", choices=list(WORKLOADS), help="default: by the link's rate")
+    parser.add_argument("--visits", type=int, default=2, help="of each system; the least disturbed counts")
     parser.add_argument("--seconds", type=float, default=1.0, help="to time each system for")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one link")
     parser.add_argument("--out", nargs="?", const="", metavar="FILE.json")

@@ -167,7 +167,9 @@ WORKLOADS = {
         Workload("gpt-124m", 1, 64, GPTShape(vocab=50257, context=1024, width=768, heads=12, depth=12)),
         Workload("small-2000", 32, 1, width=16, depth=100),
         Workload("gpt-3m", 1, 32, GPTShape(vocab=1024, context=64, width=256, heads=4, depth=4)),
-        Workload("gpt-2m", 1, 16, GPTShape(vocab=512, context=64, width=192, heads=4, depth=4)),
+        # For links: much to send, little to compute, so that the link decides also on a shared machine.
+        Workload("wide-7m", 1, 8, GPTShape(vocab=1024, context=64, width=512, heads=4, depth=2)),
+        Workload("wide-2m", 1, 8, GPTShape(vocab=512, context=64, width=256, heads=4, depth=2)),
         Workload("tiny", 2, 16, GPTShape(vocab=256, context=32, width=32, heads=2, depth=2)),
     )
 }

@@ -96,7 +96,8 @@ class CodedBucket(Bucket):
     def fill(self) -> None:
         """Copy the gradients of the leaves to the desk, let them go, and encode every piece."""
         super().fill()
-        torch._foreach_zero_(self._holes)
+        if self._holes:
+            torch._foreach_zero_(self._holes)
         route, desk, rank = self._route, self.desk, self.transport.rank
         codec, way = route.codec, route.way
         into = desk.code if self._mirrored else self.wire.mine
