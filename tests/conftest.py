@@ -93,3 +93,13 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     left = left_over(before)
     assert not left, f"this test left processes behind: {left}"
+
+
+@pytest.fixture
+def disk_folder(tmp_path: Path) -> Path:
+    """A folder that is not on a RAM disk, as the disk tier wants it."""
+    from zeroshard.tier.folder import RAM_DISKS, filesystem_of
+
+    if filesystem_of(str(tmp_path)) in RAM_DISKS:
+        pytest.skip("needs a temporary folder on a disk: pytest --basetemp=…")
+    return tmp_path

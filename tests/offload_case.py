@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
@@ -23,9 +23,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
-from zeroshard import build, host
+from zeroshard import build, host, place
+from zeroshard.balance import heaviest
+from zeroshard.config import Options
 from zeroshard.host import HostUpdates
+from zeroshard.memory import Setup, demands_of
 from zeroshard.part import Part
+from zeroshard.planning import blocks_of, rules_of
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 41, 8, 20, 33
 CLIP = 4.0
@@ -106,6 +110,7 @@ class Case:
     skips: bool = False  # every third step leaves out a block, and every fourth a bias
     clip: float = CLIP
     spikes: tuple[int, ...] = tuple(SPIKES)
+    device: str = "cpu"
 
 
 @dataclass
@@ -114,11 +119,34 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     stats: zs.Stats | None = None
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    rests: set[tuple[str, str]] = field(default_factory=set)  # of state and parameters, in some unit
+
+
+def thirds(options: dict[str, Any], world: int, parameters: str = "device", **given: Any) -> zs.Offload:
+    """`auto` with budgets for which all three tiers hold something: state, with parameters on the device; or
+    parameters, which come before state, so that all of that is on the disk then."""
+    model = make_model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+    given = {"stages": 2, "device_bytes": 0, **given}  # few berths, or they alone take more than the model
+    some = zs.Offload(optimizer="auto", parameters=parameters, **given)  # type: ignore[arg-type]
+    whole = Options(offload=some, **{"clip_norm": CLIP} | options)
+    demands, needed = demands_of(heaviest(Setup(units, whole, world, rules)))
+    first, second = demands[:2]
+    passing = needed.staging + needed.berths
+    if parameters == "device":
+        near = sum(d.parameters.device for d in demands) + first.state.device
+        far = passing + second.state.host
+    else:
+        near = needed.streaming + first.parameters.device
+        far = passing + needed.blocks + second.parameters.host
+    return replace(some, device_bytes=near, host_bytes=far)
 
 
 def loss_of(case: Case, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
     skip = 1 if case.skips and step % 3 == 0 else None
-    loss: Tensor = model(batch(step, rank, micro), skip, not (case.skips and step % 4 == 1))
+    tokens = batch(step, rank, micro).to(case.device)
+    loss: Tensor = model(tokens, skip, not (case.skips and step % 4 == 1))
     factor = SPIKES.get(step, 1.0) if step in case.spikes else 1.0
     return loss * factor / case.accumulate
 
@@ -156,6 +184,7 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
                 delay()
 
             stack.enter_context(patch.object(build, "Copies", partial(build.Copies, delay=delay)))
+            stack.enter_context(patch.object(place, "Paging", partial(place.Paging, delay=delay)))
             for name in ("adam_update", "sgd_update"):
                 stack.enter_context(patch.object(host, name, partial(later, getattr(host, name))))
         yield
@@ -165,7 +194,7 @@ def offloaded(case: Case, options: dict[str, Any], pace: Pace = "overlapped", se
     """The plain loop with `shard(..., offload=...)`; on a rank of the default group where there is one."""
     joined = dist.is_available() and dist.is_initialized()
     rank, told = dist.get_rank() if joined else 0, Trained()
-    model = make_model(case.tied)
+    model = make_model(case.tied).to(case.device)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     with paced(pace, seed):
         run = zs.shard(model, optimizer, **{"clip_norm": case.clip} | options)
@@ -179,6 +208,7 @@ def offloaded(case: Case, options: dict[str, Any], pace: Pace = "overlapped", se
             optimizer.step()
             optimizer.zero_grad()
         told.stats = run.stats()
+        told.rests = {(place.optimizer, place.parameters) for place in run.placement}
         run.close()
     told.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     told.state = named_state(model, optimizer)
@@ -193,7 +223,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, T
 
 def plain(case: Case, world: int = 1) -> Trained:
     """One process, plain PyTorch: every rank's gradient in turn, averaged, clipped and applied by torch."""
-    model, told = make_model(case.tied), Trained()
+    model, told = make_model(case.tied).to(case.device), Trained()
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     for step in range(case.steps):
         for rank in range(world):

@@ -4,6 +4,10 @@ Systems: `plain` (bf16 weights, fp32 master and AdamW on the GPU, written out in
 `zs-STAGE` with options, e.g. `zs-3`, `zs-2:offload=host`. Every system trains the same Llama-shaped model on
 the same tokens with clipping at 1.0, so that losses can be compared; a row whose losses do not agree does not
 count.
+
+A `STEP {json}` line follows every step, so that whoever started this process has what there was when it ran
+out of time. `--device cpu` runs the same on the CPU, with a size as small as `tiny`: to try it, not to time
+it.
 """
 
 import argparse
@@ -36,7 +40,7 @@ def build(size, dtype, device):
 
 
 def plain(args, batch):
-    model = build(args.size, torch.bfloat16, "cuda")
+    model = build(args.size, torch.bfloat16, args.device)
     master = [p.detach().float() for p in model.parameters()]
     optimizer = torch.optim.AdamW(master, lr=LR, fused=True)
     norms = []
@@ -68,7 +72,7 @@ def fsdp2(args, batch):
     dist.init_process_group(
         "cuda:nccl,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
     )
-    model = build(args.size, torch.float32, "cuda")
+    model = build(args.size, torch.float32, args.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
@@ -99,37 +103,67 @@ def loop(model, optimizer, args, batch, run, clip=True):
     return step, norms, (lambda: {} if run is None else run.stats().as_dict())
 
 
+def offload_of(text):
+    """`optimizer=auto,device_bytes=20GiB,undo=False` as an `Offload`, and the rest as options of `shard`."""
+    import zeroshard as zs
+
+    words = {"True": True, "False": False}
+    given = dict(item.split("=", 1) for item in text.split(",") if item)
+    given = {k: int(v) if v.isdigit() else words.get(v, v) for k, v in given.items()}
+    shard = {name: given.pop(name) for name in ("prefetch",) if name in given}
+    return (zs.Offload(**given) if given else None), shard
+
+
 def zeroshard(args, batch):
     import zeroshard as zs
 
     name, _, extra = args.system.partition(":")
-    given = dict(item.split("=", 1) for item in extra.split(",") if item)
-    offload = {
-        k: int(v) if v.isdigit() else v == "True" if v in ("True", "False") else v for k, v in given.items()
-    }
-    options = {"clip_norm": CLIP, "offload": zs.Offload(**offload)} if offload else {}
-    with torch.device("meta"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = LM(args.size)
-        torch.set_default_dtype(torch.float32)
-    if nparams(args.size) < 9e9:
-        model = build(args.size, torch.bfloat16, "cuda")
+    offload, options = offload_of(extra)
+    if offload is not None:
+        options |= {"clip_norm": CLIP, "offload": offload}
+    options |= {"stage": int(name[3:]), "precision": "bf16"}
+    # A model that would not fit twice is filled unit by unit, from the meta device.
+    large = nparams(args.size) > 9e9 or args.device == "cpu"
+    model = build(args.size, torch.bfloat16, "meta" if large else args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    run = zs.shard(model, optimizer, stage=int(name[3:]), precision="bf16", **options)
-    return (
-        *loop(model, optimizer, args, batch, run, clip=not offload)[:2],
-        lambda: {
-            **run.stats().as_dict(),
-            "norm": run._runtime.norm,
-            "updates": getattr(run._runtime._host_updates, "counts", {}),
-        },
-    )
+    foreseen = predict(model, optimizer, options, args)
+    run = zs.shard(model, optimizer, **options)
+    print(run.placement.table(), flush=True)
+    step, norms, stats = loop(model, optimizer, args, batch, run, clip=offload is None)
+    return step, norms, lambda: stats() | {"placement": run.placement.line(), "foreseen": foreseen}
+
+
+def predict(model, optimizer, options, args):
+    """What the planner expects of this very run, to hold against what it took."""
+    import zeroshard as zs
+
+    tokens = torch.zeros(args.mbs, args.seq, dtype=torch.int64, device="meta")
+    try:
+        asked = {"limit": "100TiB", "machine": "H200", "recompute": False, "batch": (tokens, tokens)}
+        made = zs.plan(model, optimizer, ranks=1, **asked, **options).chosen
+    except Exception as error:  # a prediction that fails is a missing figure, not a failed run
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    return {"device": made.device, "host": made.host, "disk": made.disk, "where": made.where}
 
 
 def memory():
     with open("/proc/self/status") as f:
         lines = dict(line.split(":", 1) for line in f if ":" in line)
     return {k: round(int(lines[k].split()[0]) / 2**20, 2) for k in ("VmRSS", "VmHWM")}
+
+
+def device_memory(args):
+    if args.device == "cpu":
+        return {"gpu_peak_gib": 0.0, "gpu_reserved_gib": 0.0}
+    return {
+        "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def settle(args):
+    if args.device != "cpu":
+        torch.cuda.synchronize()
 
 
 def main():
@@ -142,43 +176,35 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cap-gib", type=float, default=0)
     parser.add_argument("--trace", default="")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     start = time.time()
-    torch.cuda.set_device(0)
-    if args.cap_gib:
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
+    if args.cap_gib and args.device == "cuda":
         torch.cuda.set_per_process_memory_fraction(
             args.cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
         )
 
     def batch(i):
         generator = torch.Generator().manual_seed(1000 + i)
-        ids = torch.randint(0, VOCAB, (args.mbs, args.seq + 1), generator=generator).cuda()
+        ids = torch.randint(0, VOCAB, (args.mbs, args.seq + 1), generator=generator).to(args.device)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     make = {"plain": plain, "fsdp2": fsdp2}.get(args.system, zeroshard)
     out = {"system": args.system, "size": args.size, "params_b": nparams(args.size) / 1e9}
     step, norms, stats = make(args, batch)
     out["init_s"] = round(time.time() - start, 1)
+    print("STEP " + json.dumps(out | memory()), flush=True)
     times, losses = [], []
     for i in range(args.steps):
-        torch.cuda.synchronize()
+        settle(args)
         begun = time.perf_counter()
         losses.append(step(i).item())
-        torch.cuda.synchronize()
+        settle(args)
         times.append(time.perf_counter() - begun)
-    tokens = args.mbs * args.seq * args.accum
-    out.update(
-        step_s=statistics.median(times[2:]),
-        times=[round(t, 4) for t in times],
-        losses=[round(x, 4) for x in losses],
-        norms=[round(float(n), 3) for n in norms],
-        tok_s=tokens / statistics.median(times[2:]),
-        tflops=flops_per_token(args.size, args.seq) * tokens / statistics.median(times[2:]) / 1e12,
-        gpu_peak_gib=torch.cuda.max_memory_allocated() / 2**30,
-        gpu_reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
-        **memory(),
-        stats=stats(),
-    )
+        print("STEP " + json.dumps(figures(args, out, times, losses, norms)), flush=True)
+    out = figures(args, out, times, losses, norms) | {"stats": stats()}
     if args.trace:
         from torch.profiler import ProfilerActivity, profile
 
@@ -188,6 +214,22 @@ def main():
         profiler.export_chrome_trace(args.trace)
     print("RESULT " + json.dumps(out), flush=True)
     os._exit(0)
+
+
+def figures(args, out, times, losses, norms):
+    """All figures so far. The first two steps warm up, where there are more."""
+    counted = statistics.median(times[2:] or times)
+    tokens = args.mbs * args.seq * args.accum
+    return out | {
+        "step_s": counted,
+        "times": [round(t, 4) for t in times],
+        "losses": [round(x, 4) for x in losses],
+        "norms": [round(float(n), 3) for n in norms],
+        "tok_s": tokens / counted,
+        "tflops": flops_per_token(args.size, args.seq) * tokens / counted / 1e12,
+        **device_memory(args),
+        **memory(),
+    }
 
 
 if __name__ == "__main__":

@@ -77,10 +77,10 @@ class Builder:
         slots = self._slots(tenants)
         if self.host is not None:
             for unit in units:
-                rest = self.placement[unit.label].optimizer
-                if rest != "device":
+                place = self.placement[unit.label]
+                if place.optimizer != "device":
                     for key, dtypes, group in self._groups(unit):
-                        self.host.plan(key, group, slots, dtypes, rest)
+                        self.host.plan(key, group, slots, dtypes, place)
             self.host.open(self.transport)
         fresh = _Materialiser(self.model, self.device, init, self.transport)
         live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
@@ -151,7 +151,7 @@ class Builder:
 
     def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
         return [
-            self._bundle(key, tenants, slots, dtypes, self._rests(unit), fresh)
+            self._bundle(key, tenants, slots, dtypes, self._rests(unit, key), fresh)
             for key, dtypes, tenants in self._groups(unit)
         ]
 
@@ -188,13 +188,16 @@ class Builder:
             start, stop = slot.rows(transport.rank)
             rows = value[start:stop] if slot.shape else value
             with torch.no_grad():
-                (full[index].copy_(value) if full is not None else compute[index].copy_(rows))
-                if local[index].data_ptr() != compute[index].data_ptr():
-                    local[index].copy_(rows)
+                if full is not None:
+                    full[index].copy_(value)
+                elif rests.rows != "disk":
+                    compute[index].copy_(rows)
                 if tenant.name in masters:
                     # The weight too: where a value lies half way between two of bf16, `split` does not round
                     # as `copy_` does.
                     masters[tenant.name].write(0, rows.float().cpu().reshape(-1).contiguous())
+                elif local[index].data_ptr() != compute[index].data_ptr():
+                    local[index].copy_(rows)
             leaf = leaf_of(
                 full[index] if full is not None else bundle.blank(index), tenant.parameter.requires_grad
             )
@@ -204,11 +207,12 @@ class Builder:
             fresh.done(tenant)
         return bundle
 
-    def _rests(self, unit: Unit) -> Rests:
+    def _rests(self, unit: Unit, key: str) -> Rests:
         place = self.placement[unit.label]
-        streamed = place.parameters != "device"
+        rows = self.host.rows_of.get(key, place.parameters) if self.host is not None else place.parameters
+        streamed = rows != "device"
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
-        return Rests(resident, place.optimizer, place.parameters)
+        return Rests(resident, place.optimizer, rows)
 
     # ------------------------------------------------------------------ the pace
 
@@ -288,10 +292,16 @@ class Builder:
 
 def _check_offload(options: Options, transport: Transport) -> None:
     assert options.offload is not None
-    if options.offload.parameters == "host" and transport.size > 1 and not options.shards_params:
+    rests = options.offload.parameters
+    if rests in ("host", "disk") and transport.size > 1 and not options.shards_params:
         raise OptionError(
-            f'Offload(parameters="host") streams parameters unit by unit, which stage {options.stage} '
+            f'Offload(parameters="{rests}") streams parameters unit by unit, which stage {options.stage} '
             "does not: pass stage=3."
+        )
+    if rests == "disk" and transport.size > 1:
+        raise OptionError(
+            f'Offload(parameters="disk") is for one rank, and these are {transport.size}: peers read '
+            'rows from memory. Pass parameters="host"; the optimizer state may be on the disk.'
         )
 
 

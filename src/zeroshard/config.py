@@ -160,15 +160,17 @@ class Offload:
       ``"disk"`` keeps them in a scratch file under `path`, and in host memory only while they are updated;
       ``"auto"`` fills the device first, then the host, then the disk, unit by unit.
     - `parameters`: ``"host"`` keeps the compute weights there too and streams them in unit by unit;
-      ``"auto"`` does so for the units that have no room on the device.
+      ``"disk"`` (one rank) reads them from the scratch file, where they rest beside their state;
+      ``"auto"`` does so for the units that have no room on the device, or none on the host.
     - `path`: a folder on a disk. It may differ between ranks. `device_bytes`, `host_bytes`: what ``"auto"``
       may take of this rank's device and host for parameters and state (host: by default nine tenths of what
       is free, shared by the ranks of the machine).
     - `master`: ``"split"`` stores an fp32 master as the bf16 weight plus a 16-bit remainder: 2 bytes fewer,
       bit-exact.
     - `moments`: ``"int8"`` stores Adam's moments in blocks of 8-bit codes: 6 bytes fewer (`rounding`).
-    - `undo`: whether room is kept to take early updates back when the norm exceeds `clip_norm` (2 bytes a
-      parameter on the device during backward). Without it such a step is an error.
+    - `undo`: whether gradients are kept until the norm is known (2 bytes a parameter on the device), so that
+      updates can wait for it or be taken back. Without it every update begins at once, and a norm above
+      `clip_norm` is an error.
     - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
       work).
     - `stages`, `stage_bytes`: the pinned staging ring between device and host, and between disk and host the
@@ -192,7 +194,7 @@ class Offload:
     def __post_init__(self) -> None:
         known = {
             "optimizer": ("device", "host", "disk", "auto"),
-            "parameters": ("device", "host", "auto"),
+            "parameters": ("device", "host", "disk", "auto"),
             "master": ("plain", "split"),
             "moments": ("float32", "int8"),
         }
@@ -237,6 +239,11 @@ class Offload:
         if self.optimizer == "disk" and self.path is None:
             raise OptionError(
                 'Offload(optimizer="disk") needs path=, a folder on a disk with room for the state.'
+            )
+        if self.parameters == "disk" and self.optimizer not in ("disk", "auto"):
+            raise OptionError(
+                f'Offload(parameters="disk", optimizer="{self.optimizer}"): weights rest on the disk beside '
+                'their state, so that one transfer moves both. Pass optimizer="disk".'
             )
         if self.path is not None and self.optimizer not in ("disk", "auto"):
             raise OptionError(

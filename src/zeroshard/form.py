@@ -34,12 +34,14 @@ class Array:
 @dataclass(frozen=True)
 class Form:
     """`splits`: the master is the weight and a remainder. `coded`: 8-bit moments. `extra`: AMSGrad's maximum,
-    or SGD's momentum."""
+    or SGD's momentum. `weight`: the dtype of the compute weights, where they rest beside the state: on the
+    disk, in front of it, in whole blocks of direct I/O, so that a forward reads them alone."""
 
     kind: Literal["adam", "sgd"]
     splits: bool = False
     coded: bool = False
     extra: bool = False
+    weight: torch.dtype | None = None
 
     def dtypes(self) -> dict[str, torch.dtype]:
         found = {"remainder": torch.int16} if self.splits else {"master": torch.float32}
@@ -57,6 +59,9 @@ class Form:
         dtypes = self.dtypes()
         apart = _PAGE // len(dtypes) // _LINE * _LINE
         found, end = {}, 0
+        if self.weight is not None:
+            found["weight"] = Array(self.weight, numel, 0)
+            end = grains(found["weight"].nbytes)
         for index, (name, dtype) in enumerate(dtypes.items()):
             count = moments8.scale_count(numel) if name == "scales" else numel
             array = found[name] = Array(dtype, count, end + (index * apart - end) % _PAGE)
@@ -72,7 +77,8 @@ class Form:
 
     def over(self, memory: Tensor, numel: int) -> AdamRows | SgdRows:
         """The state in a stretch of bytes."""
-        return self.rows({name: array.of(memory) for name, array in self.arrays(numel).items()})
+        arrays = self.arrays(numel)
+        return self.rows({name: arrays[name].of(memory) for name in self.dtypes()})
 
     def zeros(self, numel: int) -> AdamRows | SgdRows:
         """Fresh state in host memory."""

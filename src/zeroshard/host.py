@@ -92,10 +92,12 @@ class HostUpdates:
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
         # 8-bit moments cannot be taken back to their exact codes, nor AMSGrad's maximum to the one before, so
         # they wait for the norm.
-        lossy = any(p.coded or "max_exp_avg_sq" in p.form.dtypes() for p in self.parts)
+        overlapped = [p for p in self.parts if p.landing is None]
+        lossy = any(p.coded or "max_exp_avg_sq" in p.form.dtypes() for p in overlapped)
         self._reversible = not (lossy and math.isfinite(clip_norm))
         # [Note: clipping without waiting]. Nothing is known of the first norm, and it often is the largest.
-        self._early = not math.isfinite(clip_norm)
+        # Without `undo` no gradient can wait for the norm: there is no room for all of them.
+        self._early = not math.isfinite(clip_norm) or not undo
         self._failure: tuple[str, BaseException] | None = None
         self._due: list[_Job] = []
         self._changed = threading.Condition()
@@ -163,6 +165,8 @@ class HostUpdates:
 
     @staticmethod
     def _weights_in(part: Part, stage: Stage) -> Tensor:
+        if part.weights is not None:
+            return part.weights
         return stage.view(
             part.weight_dtype, part.numel, 0 if part.in_place else part.numel * part.grad_dtype.itemsize
         )
@@ -210,7 +214,7 @@ class HostUpdates:
         part, stage = job.part, self.ring.take()
         part.fetch()
         to, of = [stage.view(part.grad_dtype, part.numel)], [job.flat[: part.numel]]
-        if part.splits:
+        if part.splits and not part.paged:
             weights = self._weights_in(part, stage)
             to += [weights[at : at + n] for at, n in part.spans]
             of += part.targets
@@ -262,7 +266,7 @@ class HostUpdates:
         moved = [
             (t, weight[at : at + n])
             for t, (at, n), used in zip(part.targets, part.spans, part.used, strict=True)
-            if used
+            if used and not part.paged
         ]
         part.ready = self.copies.back([t for t, _ in moved], [w for _, w in moved])
         self.ring.give(staged.stage, part.ready)
@@ -304,18 +308,35 @@ class HostUpdates:
         else:
             self.counts["early"] += 1
         for part in waiting:
-            part.steps = [count + used for count, used in zip(part.steps, part.used, strict=True)]
-            for shown, count in zip(part.shown_steps, part.steps, strict=True):
-                shown.fill_(count)
-            part.flat = part.squares = part.taken = None
+            self._count(part)
         self.resume(norm)
+
+    def step(self, parts: Sequence[Part]) -> None:
+        """Update stepped parts now, from the gradients that their parameters show."""
+        self.check()
+        due = [part for part in parts if part.landing is not None and part.landing.shown]
+        for part in due:
+            assert part.landing is not None
+            part.flat, part.used = part.landing.collect()
+            self._start(part, 1.0)
+        for part in due:
+            self.wait(part)
+            part.ready.wait_on_host()
+            self._count(part)
+
+    @staticmethod
+    def _count(part: Part) -> None:
+        """One more update, which stands."""
+        part.steps = [count + used for count, used in zip(part.steps, part.used, strict=True)]
+        for shown, count in zip(part.shown_steps, part.steps, strict=True):
+            shown.fill_(count)
+        part.flat = part.squares = part.taken = None
 
     def resume(self, norm: float) -> None:
         """Go on after a step whose norm this was."""
         self.norm = norm
-        self._early = self._reversible and (
-            not math.isfinite(self.clip_norm) or norm < CLEAR * self.clip_norm
-        )
+        clear = not math.isfinite(self.clip_norm) or norm < CLEAR * self.clip_norm
+        self._early = not self.undo or (self._reversible and clear)
 
     def _check_unchanged(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -370,7 +391,7 @@ class HostUpdates:
                         take_back(part, part.flat[: part.numel].cpu(), run)
                     if (master := part.rows.master) is not None:
                         part.ready = self.copies.back(
-                            part.targets, [master[at : at + n] for at, n in part.spans]
+                            part.rows_of_weights(), [master[at : at + n] for at, n in part.spans]
                         )
                         part.ready.wait_on_host()
             part.flat = part.squares = part.taken = None

@@ -27,3 +27,17 @@ class HostGradients:
             if old is not None:
                 local.add_(old) if has else local.copy_(old)
             param.home.grad = grad if has or old is not None else None
+
+    @property
+    def shown(self) -> bool:
+        """Whether any of the parameters has a gradient."""
+        return any(param.home.grad is not None for param in self.params)
+
+    @torch.no_grad()
+    def collect(self) -> tuple[Tensor, list[bool]]:
+        """The gradients that the parameters show now, flat, and which have one."""
+        for param, grad in zip(self.params, self.grads, strict=True):
+            seen, local = param.home.grad, Faces.local(grad)
+            if seen is not None and Faces.local(seen).data_ptr() != local.data_ptr():
+                local.copy_(Faces.local(seen))  # the loop has put another tensor there
+        return self.flat, [param.home.grad is not None for param in self.params]

@@ -7,8 +7,7 @@ padding nor buffers.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
+from .lending import Sizes, most_lent
 from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
 from .routes import codec_for
 from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
@@ -25,6 +25,7 @@ from .wires import Sort, gradients_of
 if TYPE_CHECKING:
     from .codec import Codec
 
+BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
 
@@ -72,6 +73,12 @@ class Setup:
             made = slots_for(group, self.world, kind if self.options.shards_state else "copy")
             result |= {slot.name: slot for slot in made}
         return result
+
+    def rows_rest(self, bundle: Bundle) -> Rest:
+        """Where its compute weights rest: on the disk only beside their state, all of them."""
+        rest = self.place(bundle).parameters
+        beside = all(w.trainable and self._kernel(w, bundle.master) for w in bundle.weights)
+        return "host" if rest == "disk" and not beside else rest
 
     def streams(self, bundle: Bundle) -> bool:
         """Whether its compute weights rest off the device."""
@@ -194,7 +201,8 @@ class Setup:
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
                 for names in buckets(sizes, offload.stage_bytes):
                     numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
-                    native = self._native(self.rules[number], bundle.master)
+                    kernel = self._kernel(members[0], bundle.master)
+                    native = kernel and self.overlapped
                     splits = native and offload.master == "split" and bundle.compute == "bfloat16"
                     result.append(
                         Part(
@@ -207,16 +215,22 @@ class Setup:
                             self.rules[number],
                             bundle.unit,
                             self.state_rest(bundle),
+                            native or (kernel and self.state_rest(bundle) == "disk"),
+                            self.rows_rest(bundle) == "disk",
                         )
                     )
         return result
 
-    def _native(self, rule: Rule, master: str) -> bool:
+    def _kernel(self, weight: Weight, master: str) -> bool:
+        """Whether the native kernels know its update."""
+        return weight.rule >= 0 and self.rules[weight.rule].name in NATIVE and master == "float32"
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether the host's updates begin in backward."""
         precision = self.options.precision
         scaled = precision is not None and precision.compute == "float16"
-        return (
-            self.options.clip_norm is not None and rule.name in NATIVE and master == "float32" and not scaled
-        )
+        return self.options.clip_norm is not None and not scaled
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -301,7 +315,8 @@ def _weights(setup: Setup) -> Buffers:
     for bundle in setup.bundles:
         numel = bundle.full if setup.keeps(bundle) else bundle.body(rank) + setup.cached(bundle)
         size = WIDTHS[bundle.compute] * numel
-        total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
+        if setup.rows_rest(bundle) != "disk":
+            total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
         total += Buffers(parameters=setup.codes_held(bundle))
         if setup.own_master(bundle):
             total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
@@ -313,16 +328,18 @@ def _host(setup: Setup) -> Buffers:
     moments = _moments(setup, host=True)
     if offload is None:
         return Buffers(host=moments)
-    int8, host, disk, native = offload.moments == "int8", 0, [], []
+    int8, host, disk, staged = offload.moments == "int8", 0, [], []
     for part in setup.parts:
         landed = setup.grad_dtypes(part.weights[0])[1]
-        if part.native:
-            native.append(part.stage_bytes(landed))
+        if part.kernel:
+            staged.append(part.stage_bytes(landed))
         if part.rest == "disk":
             disk.append(part.disk_bytes(int8))
         else:
-            host += part.state_bytes(int8) + (0 if part.native else part.numel * WIDTHS[landed])
-    staging = min(offload.stages, len(native) + 1) * aligned(max(native), 64) if native else 0
+            host += part.state_bytes(int8)
+        host += _landed_bytes(setup, part)
+    staging = min(offload.stages, len(staged) + 1) * aligned(max(staged), 64) if staged else 0
+    staging += _blocks([part for part in setup.parts if part.paged])
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
     return Buffers(host=host + berths + moments, staging=staging, disk=sum(disk))
 
@@ -331,6 +348,14 @@ def placed(setup: Setup) -> Placement:
     """What ``auto`` comes to: every unit's bytes in each tier, within the budgets of the options."""
     offload = setup.options.offload
     assert offload is not None
+    wish = Wish(offload.optimizer, offload.parameters, _parameter_rests(setup, offload.path is not None))
+    budget = Budget(offload.device_bytes, offload.host_bytes, None if offload.path is not None else 0)
+    demands, buffering = demands_of(setup)
+    return arrange(demands, budget, wish, buffering)
+
+
+def demands_of(setup: Setup) -> tuple[list[Demand], Buffering]:
+    """What every unit takes in each tier, and what offloading itself takes."""
     labels = [unit.label for unit in setup.units]
 
     def there(rest: Rest) -> Setup:
@@ -339,19 +364,32 @@ def placed(setup: Setup) -> Placement:
         )
 
     near, host, disk = there("device"), there("host"), there("disk")
-    by_rows = setup.world > 1 and not setup.options.shards_params  # streams no parameters
     demands = []
     for unit in setup.units:
-        weights = [_weight_bytes(way, unit.name) for way in (near, host, disk)]
+        weights = [_weight_bytes(way, unit.name) for way in (near, host)]
+        weights.append(sum(part.weight_bytes() for part in disk.parts if part.unit == unit.name))
         state = [_state_bytes(way, unit.name) for way in (near, host, disk)]
         demands.append(Demand(unit.label, Bytes(*state), Bytes(*weights)))
-    whole = _host(disk)
-    buffering = Buffering(
-        gathered(host) if setup.world == 1 else 0, _host(host).staging, whole.host - _moments(disk, host=True)
-    )
-    wish = Wish(offload.optimizer, offload.parameters, ("device",) if by_rows else ("device", "host"))
-    budget = Budget(offload.device_bytes, offload.host_bytes, None if offload.path is not None else 0)
-    return arrange(demands, budget, wish, buffering)
+    passing = _host(disk).host - _moments(disk, host=True)  # and gradients that the loop sees
+    lent = gathered(host) if setup.world == 1 else 0
+    return demands, Buffering(lent, _host(host).staging, passing, _blocks(disk.parts))
+
+
+def _blocks(parts: Sequence[Part]) -> int:
+    """The ring that weights on the disk pass through."""
+    return BLOCKS * min(REQUEST, max((part.weight_bytes() for part in parts), default=0))
+
+
+def _parameter_rests(setup: Setup, disk: bool) -> tuple[Rest, ...]:
+    """The tiers that parameters can rest in: the device where they stay whole, the disk on one rank."""
+    if setup.world > 1 and not setup.options.shards_params:
+        return ("device",)
+    return ("device", "host", "disk") if setup.world == 1 and disk else ("device", "host")
+
+
+def _landed_bytes(setup: Setup, part: Part) -> int:
+    """Host memory for gradients that the loop sees."""
+    return 0 if part.native else part.numel * WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
 
 
 def _weight_bytes(setup: Setup, unit: str) -> int:
@@ -369,9 +407,10 @@ def _state_bytes(setup: Setup, unit: str) -> int:
     int8, total = offload.moments == "int8", 0
     for part in setup.parts:
         if part.unit == unit:
-            landed = WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
-            size = part.disk_bytes(int8) if part.rest == "disk" else part.state_bytes(int8)
-            total += size + (0 if part.native else part.numel * landed)
+            if part.rest == "disk":  # gradients that the loop sees are not there
+                total += part.disk_bytes(int8)
+            else:
+                total += part.state_bytes(int8) + _landed_bytes(setup, part)
     masters = sum(
         WIDTHS[b.master] * b.body(setup.rank) for b in setup.bundles if b.unit == unit and setup.own_master(b)
     )
@@ -383,7 +422,7 @@ def _moments(setup: Setup, host: bool, unit: str | None = None) -> int:
     """State that torch's own optimizer makes at its first step, beside the rows that it updates. Scalars
     are not counted."""
     total = 0
-    native = {w.name for part in setup.parts if part.native for w in part.weights}
+    native = {w.name for part in setup.parts if part.kernel for w in part.weights}
     for bundle in setup.bundles:
         if (setup.state_rest(bundle) != "device") == host and unit in (None, bundle.unit):
             for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
@@ -393,16 +432,9 @@ def _moments(setup: Setup, host: bool, unit: str | None = None) -> int:
 
 
 def gathered(setup: Setup) -> int:
-    """Bytes of the pool's buffers after a training step: what ever was lent at one time, size by size.
-
-    Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one
-    comes, and gathers run `prefetch` units ahead where the transport overlaps. A recomputed unit comes
-    before the one above it has gone.
-    """
-    order, lent = [unit.name for unit in setup.units], dict[str, None]()
-    sizes = {name: Counter[tuple[int, str]]() for name in order}
-    stages = {name: Counter[tuple[int, str]]() for name in order}
-    most, scratches, arriving = Counter[tuple[int, str]](), set[int](), dict[str, None]()
+    """Bytes of the pool's buffers after a training step; see `lending`."""
+    sizes = {unit.name: Sizes() for unit in setup.units}
+    stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
     for bundle in setup.bundles:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
@@ -411,36 +443,7 @@ def gathered(setup: Setup) -> int:
             stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
-
-    def count(held: Iterable[Counter[tuple[int, str]]]) -> None:
-        for key, number in sum(held, Counter[tuple[int, str]]()).items():
-            most[key] = max(most[key], number)
-
-    def take(names: Sequence[str]) -> None:
-        for name in names:
-            if name not in lent:
-                lent[name] = arriving[name] = None
-                count([sizes[held] for held in lent])
-                count([stages[held] for held in arriving])
-
-    if setup.overlaps and setup.resident:
-        count(stages.values())  # all are published at once
-    for place, name in enumerate(order):
-        take(order[place : place + 1 + ahead])
-        arriving.pop(name, None)
-        if name != order[0] and place < len(order) - 1:
-            del lent[name]
-    above: str | None = None
-    for place in reversed(range(len(order))):
-        if not sizes[order[place]]:
-            continue  # always whole: backward does not notice it
-        coming = order[max(place - ahead, 0) : place + 1][::-1]
-        if setup.recomputes(order[place]):
-            take(coming)
-        if above is not None and above != order[0]:
-            lent.pop(above, None)
-        take(coming)
-        arriving.pop(order[place], None)
-        above = order[place]
+    at_once = setup.overlaps and setup.resident  # all are published at once
+    most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
     return lasting + sum(numel * WIDTHS["float32"] for numel in scratches)

@@ -3,6 +3,7 @@
 Tensors of a bundle (P = this rank's piece, F = the whole of its slots; both flat, padded):
 
 - `rows`    compute dtype, P. Stage 3 only: what this rank owns, and what peers gather. In a transport region.
+  None where they rest on the disk (`source`): homes then show NaN, as leaves of a released bundle do.
 - `full`    compute dtype, F. Stages 0 to 2: always there, in a region where peers read it (stages 1 and 2).
   Stage 3: lent by the pool while the bundle is GATHERING or FULL.
 - `master`  master dtype, P. Only where it differs from the compute dtype; else the homes are views of `rows`
@@ -30,7 +31,7 @@ from .layout import Pack
 from .pool import Kind, Ledger, Pool
 from .published import CodedRows
 from .shard import Param
-from .tier import Copies, Mark, pinned
+from .tier import Copies, Mark, Streaming, Stretch, pinned
 
 
 class Residence(Enum):
@@ -88,22 +89,31 @@ class Bundle:
         blank = torch.full((), nothing, dtype=self.dtype, device=pool.device)
         self._blanks = [] if resident else [blank.expand(slot.shape) for slot in pack.slots]
         self._index: dict[int, int] = {}  # id(leaf) -> its place
+        self.source: OnDiskRows | None = None  # where rows on the disk come from
         self.coded: CodedRows | None = None  # what travels in place of the rows
         self._stage: Tensor | None = None  # where codes arrive
         self._allocate(ledger, codec)
         self._compute, self._local = self.compute_views(), self.local_views()
         self.updated_by_host: set[int] = set()  # parameters whose compute rows the host update writes itself
+        self.written_through: set[int] = set()  # and those whose home is not the master, nor a copy of it
         self._cuts = pack.cuts_of_full() if resident else pack.cuts_of_pieces()
 
     def _allocate(self, ledger: Ledger, codec: Codec | None) -> None:
         rank, device = self.transport.rank, self.pool.device
+        self.full: Tensor | None = None
+        self.rows: Tensor | None = None
+        self.master: Tensor | None = None
+        self.region: Region | None = None
+        self._mirrored = False
+        if self.rests.rows == "disk":
+            return  # with the state of the host update
         size = self.pack.full if self.resident else self.pack.pieces[rank]
         moves = self.transport.size > 1 and any(s.split != "copy" for s in self.pack.slots)
         if moves and codec is not None and self.dtype.is_floating_point:
             width = self.dtype.itemsize
             self.coded = CodedRows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
             moves = False
-        self.region: Region | None = self.transport.allocate(self.key, size, self.dtype) if moves else None
+        self.region = self.transport.allocate(self.key, size, self.dtype) if moves else None
         # Where the transport's memory is not on our device (two ranks on one GPU), the region is a mirror.
         own = self.region.mine if self.region is not None and self.region.mine.device == device else None
         self._mirrored = self.region is not None and own is None
@@ -111,13 +121,12 @@ class Bundle:
             store = pinned(size * self.dtype.itemsize, device).view(self.dtype)
         else:
             store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
-        self.full: Tensor | None = store if self.resident else None
-        self.rows: Tensor | None = None if self.resident else store
+        self.full = store if self.resident else None
+        self.rows = None if self.resident else store
         kind: Kind = "host" if store.device != device or self.rests.rows == "host" else "parameters"
         ledger.book(kind, store.nbytes)
         if self.region is not None and not self.resident:
             ledger.book(kind, self.transport.cache(self.region, self.pack.cuts_of_pieces()))
-        self.master: Tensor | None = None
         # Rows that rest off the device are a copy of a master on it; so are those that were decoded.
         copied = self.rests.rows != "device" or (self.coded is not None and self.resident)
         own_master = self.master_dtype != self.dtype or copied
@@ -138,7 +147,8 @@ class Bundle:
         rank = self.transport.rank
         if self.rows is not None:
             return self._of_piece(self.rows)
-        assert self.full is not None
+        if self.full is None:
+            return list(self._blanks)  # on the disk; one rank has all of it
         return [
             self.full[at : at + n].view(slot.local_shape(rank))
             for slot, (at, n) in zip(self.pack.slots, self.pack.cuts_of_full()[rank], strict=True)
@@ -178,7 +188,9 @@ class Bundle:
                 torch._foreach_copy_(self._compute, self._local)
         elif self.rests.state != "device":
             for index, (row, local) in enumerate(zip(self._compute, self._local, strict=True)):
-                if row.data_ptr() != local.data_ptr() and (written or index not in self.updated_by_host):
+                if row.data_ptr() == local.data_ptr() or index in self.written_through:
+                    continue
+                if written or index not in self.updated_by_host:
                     row.copy_(local)
         if self.coded is not None:
             piece = self.master if self.master is not None else self.rows
@@ -216,7 +228,11 @@ class Bundle:
         self.residence = Residence.GATHERING
 
     def _fetch(self, out: list[Tensor]) -> None:
-        """One rank, rows on the host: bring them in beside the computation."""
+        """One rank, rows on the host or the disk: bring them in beside the computation."""
+        if self.source is not None:
+            places = [[out[index] for index in members] for members in self.source.members]
+            self._work = self.source.streaming.start(self.source.stretches, places)
+            return
         after = self.copies.here()  # the buffer may still be read by what was launched before
         mark = self.copies.back(out, [view.view(-1) for view in self._compute], after)
         self._work = _Arrival(mark)
@@ -287,6 +303,15 @@ class Bundle:
         with torch.no_grad():
             view = torch.as_strided(self.full, saved.size, saved.stride, saved.offset)
             return view.clone() if builds_graph else view
+
+
+@dataclass(frozen=True)
+class OnDiskRows:
+    """Where a bundle's rows on the disk are: stretches, and which of its parameters each holds."""
+
+    streaming: Streaming
+    stretches: list[Stretch]
+    members: list[list[int]]
 
 
 class _Arrival:

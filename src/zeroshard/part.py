@@ -8,7 +8,10 @@ Tensors of a part (P elements: one bucket's rows on this rank, padded):
 - `state`   in host memory, not pinned: fp32 master (or the 16-bit remainder of a split one) and moments.
   Where the part rests on the disk, it is there only while it is updated: in a berth that `tier.paging` lends.
 - `targets` compute dtype, on the device or the host: this rank's rows of each parameter, which the next
-  forward uses.
+  forward uses. Where they rest on the disk they are a part of the page, and `weights` while it is in memory.
+
+A part is *overlapped*: updated from its gradient as that lands. Or it is *stepped*: its gradient lands in
+host memory, where the loop sees and may change it, and `optimizer.step()` updates from there (`landing`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .form import Array, Form
+from .landing import HostGradients
 from .native import AdamRows, AdamStep, SgdRows, SgdStep, join, moments8, split
 from .shard import Faces, Param
 from .tier import Mark, Page, Paging
@@ -55,24 +59,39 @@ class OnDisk:
 
 
 class PagedMaster:
-    """The master rows of one parameter on the disk; see `shard.Master`."""
+    """The master rows of one parameter on the disk; see `shard.Master`. `weight`: its compute rows, where
+    they are not on the disk too."""
 
-    def __init__(self, disk: OnDisk, array: Array, at: int, weight: Tensor) -> None:
-        self._disk, self._array, self._at, self._weight = disk, array, at, weight.view(-1)
-        self._splits = array.dtype == torch.int16
+    def __init__(self, disk: OnDisk, arrays: dict[str, Array], at: int, weight: Tensor) -> None:
+        self._disk, self._at = disk, at
+        self._array = arrays["remainder"] if "remainder" in arrays else arrays["master"]
+        self._paged = arrays.get("weight")
+        self._weight = weight.view(-1)
+        self._splits = self._array.dtype == torch.int16
 
-    def _where(self, start: int) -> int:
-        return self._array.offset + (self._at + start) * self._array.dtype.itemsize
+    def _peek(self, array: Array, start: int, stop: int) -> Tensor:
+        at, width = array.offset + (self._at + start) * array.dtype.itemsize, array.dtype.itemsize
+        return self._disk.paging.peek(self._disk.page, at, (stop - start) * width).view(array.dtype)
+
+    def _poke(self, array: Array, start: int, values: Tensor) -> None:
+        at = array.offset + (self._at + start) * array.dtype.itemsize
+        self._disk.paging.poke(self._disk.page, at, values.to(array.dtype))
 
     def read(self, start: int, stop: int) -> Tensor:
-        size = (stop - start) * self._array.dtype.itemsize
-        found = self._disk.paging.peek(self._disk.page, self._where(start), size).view(self._array.dtype)
-        return join(self._weight[start:stop].cpu(), found) if self._splits else found
+        found = self._peek(self._array, start, stop)
+        if not self._splits:
+            return found
+        paged = self._paged
+        near = self._weight[start:stop].cpu() if paged is None else self._peek(paged, start, stop)
+        return join(near, found)
 
     def write(self, start: int, values: Tensor) -> None:
         weight, stored = split(values) if self._splits else (values, values)
-        self._weight[start : start + values.numel()].copy_(weight)
-        self._disk.paging.poke(self._disk.page, self._where(start), stored)
+        self._poke(self._array, start, stored)
+        if self._paged is not None:
+            self._poke(self._paged, start, weight)
+        else:
+            self._weight[start : start + values.numel()].copy_(weight)
 
 
 @dataclass
@@ -90,6 +109,8 @@ class Part:
     grad_dtype: torch.dtype
     counted: list[bool]  # whether this rank counts the parameter towards the global norm
     disk: OnDisk | None = None  # its place there, if it rests on the disk
+    landing: HostGradients | None = None  # where its gradient is, if it is stepped
+    weights: Tensor | None = None  # those of the page, while it is in memory
     flat: Tensor | None = None
     squares: Tensor | None = None
     used: list[bool] = field(default_factory=list)
@@ -123,12 +144,15 @@ class Part:
     def arrive(self) -> None:
         """Wait until what was fetched is here."""
         if self.disk is not None:
-            self.state = self.form.over(self.disk.paging.memory(self.disk.page), self.numel)
+            memory = self.disk.paging.memory(self.disk.page)
+            self.state = self.form.over(memory, self.numel)
+            if self.paged:
+                self.weights = self._array("weight").of(memory)
 
     def leave(self, written: bool = True) -> None:
         """The state is not needed any more: start to write it, if it rests on the disk."""
         if self.disk is not None:
-            self.state = None
+            self.state = self.weights = None
             (self.disk.paging.store if written else self.disk.paging.drop)(self.disk.page)
 
     @contextmanager
@@ -171,6 +195,12 @@ class Part:
 
     def _array(self, name: str) -> Array:
         return self.form.arrays(self.numel)[name]
+
+    def rows_of_weights(self) -> list[Tensor]:
+        """The compute weights of each parameter, flat, wherever they are. The state is in memory."""
+        if self.weights is None:
+            return self.targets
+        return [self.weights[at : at + n] for at, n in self.spans]
 
     # ------------------------------------------------------------------ steps
 
@@ -299,13 +329,20 @@ class Part:
         return self.form.splits
 
     @property
+    def paged(self) -> bool:
+        """Whether the compute weights rest on the disk, with the state."""
+        return self.form.weight is not None
+
+    @property
     def weight_dtype(self) -> torch.dtype:
         return self.targets[0].dtype
 
     @property
     def stage_bytes(self) -> int:
         """The weight takes the gradient's place, except where both are read (split master) or their sizes
-        differ."""
+        differ. Weights on the disk come with the state."""
+        if self.paged:
+            return self.numel * self.grad_dtype.itemsize
         return self.numel * self.grad_dtype.itemsize + (
             0 if self.in_place else self.numel * self.weight_dtype.itemsize
         )

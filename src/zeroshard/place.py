@@ -4,18 +4,20 @@ sinks of their gradients."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from .bucket import Sink
 from .codec import Codec
 from .comm import Transport
-from .config import Offload, Options
+from .config import Options
+from .eligible import check_kernels, form_of, no_kernel, overlaps
 from .errors import OptionError, TierError
 from .form import Form
 from .host import HostUpdates
@@ -23,16 +25,14 @@ from .landing import HostGradients
 from .layout import ALIGN, Slot, aligned, buckets
 from .native import AdamRows, SgdRows, Workers, allocate, usable_cores
 from .native.abi import BLOCK
-from .param import Bundle
+from .param import Bundle, OnDiskRows
 from .part import OnDisk, PagedMaster, Part
-from .placement import Rest
+from .placement import Place, Rest
 from .pool import Ledger
 from .routes import codec_for
 from .shard import Faces, Master, Param, SplitMaster
-from .tier import Copies, Page, Paging, Ring, Scratch
+from .tier import Copies, Page, Paging, Ring, Scratch, Streaming, Stretch
 from .units import Tenant
-
-FAST = (Adam, AdamW, SGD)  # optimizers that the native kernels run
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Plot:
     group: dict[str, Any]
     form: Form | None  # None: the optimizer keeps its own state
     rest: Rest
+    overlapped: bool = True  # else the optimizer's step updates it
     state: AdamRows | SgdRows | None = None
     master: Tensor | None = None
     disk: OnDisk | None = None
@@ -72,14 +73,17 @@ class Host:
         self.align = BLOCK if options.offload.moments == "int8" else ALIGN
         self.owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
         self.plots: list[Plot] = []
+        self.rows_of: dict[str, Rest] = {}  # where each bundle's rows rest
         self.masters: dict[str, Master] = {}  # of parameters whose home is not the master itself
         self.parts: list[Part] = []
         self.paging: Paging | None = None
+        self._streaming: Streaming | None = None
         self._plots_of: dict[str, list[Plot]] = {}  # by bundle
         self._homes: list[tuple[Plot, list[Tensor]]] = []
         self._optimizer_of: dict[int, Optimizer] = {}  # by id(part)
         self.updates: HostUpdates | None = None
-        _check(self.offload, options, optimizers)
+        self.overlaps = overlaps(options)
+        check_kernels(self.offload, options, optimizers)
 
     # ------------------------------------------------------------------ state
 
@@ -89,21 +93,28 @@ class Host:
         tenants: Sequence[Tenant],
         slots: dict[str, Slot],
         dtypes: tuple[torch.dtype, torch.dtype],
-        rest: Rest,
+        place: Place,
     ) -> None:
         """Decide which parameters of a bundle share a part. Before anything is made, so that all sizes are
         known when the first is."""
-        planned = self._plots_of.setdefault(key, [])
+        planned, rest = self._plots_of.setdefault(key, []), place.optimizer
         groups: dict[tuple[int, Codec | None], list[Tenant]] = {}
         for tenant in tenants:
             if tenant.parameter.requires_grad and id(tenant.parameter) in self.owner:
                 codec = codec_for(self.options.compress, tenant.name)
                 groups.setdefault((id(self.owner[id(tenant.parameter)][1]), codec), []).append(tenant)
+        # Weights rest on the disk with their state; where some of a bundle have none, all are on the host.
+        beside = place.parameters == "disk" and sum(map(len, groups.values())) == len(tenants)
+        self.rows_of[key] = "disk" if beside else "host" if place.parameters == "disk" else place.parameters
         for members in groups.values():
             optimizer, group = self.owner[id(members[0].parameter)]
-            form = self._form(optimizer, group, dtypes)
+            form = form_of(self.offload, optimizer, group, dtypes)
             if form is None and rest == "disk":
-                raise OptionError(self._slow(members[0].name, optimizer, dtypes[1]))
+                raise OptionError(no_kernel(members[0].name, optimizer, dtypes[1]))
+            if form is not None and beside:
+                form = replace(form, weight=dtypes[0])
+            if rest == "host" and not self.overlaps:
+                form = None  # torch's own step runs there as well
             sizes = [(t.name, t.parameter.numel() * dtypes[0].itemsize) for t in members]
             for names in buckets(sizes, self.offload.stage_bytes):
                 spans, at = [], 0
@@ -111,7 +122,7 @@ class Host:
                     held = slots[name].held(self.rank)
                     spans.append((at, held))
                     at += aligned(held, self.align)
-                planned.append(Plot(names, spans, at, optimizer, group, form, rest))
+                planned.append(Plot(names, spans, at, optimizer, group, form, rest, self.overlaps))
 
     def open(self, transport: Transport) -> None:
         """Make the scratch file, if anything was planned to rest on the disk. A rank without room for it
@@ -142,6 +153,10 @@ class Host:
         for (plot, _), size in zip(planned, sizes, strict=True):
             plot.disk = OnDisk(self.paging, Page(f"`{plot.names[0]}` … `{plot.names[-1]}`", at, size))
             at += size
+        weights = [plot.numel * form.weight.itemsize for plot, form in planned if form.weight is not None]
+        if weights:
+            self._streaming = Streaming(self.paging, self.copies, max(weights))
+            self.ledger.book("staging", self._streaming.nbytes)
 
     def locals_of(self, bundle: Bundle, tenants: Sequence[Tenant]) -> list[Tensor]:
         """Make the state of a bundle's trainable parameters; returns what the homes of all of its parameters
@@ -156,15 +171,31 @@ class Host:
             for name, (at, n), weight in zip(plot.names, plot.spans, weights, strict=True):
                 if plot.form is not None:
                     bundle.updated_by_host.add(index[name])
+                    if not plot.overlapped:  # its gradient is on the host, and so must be its home
+                        result[index[name]] = torch.tensor(math.nan).expand(weight.shape)
+                        bundle.written_through.add(index[name])
                 if plot.master is not None:
                     result[index[name]] = plot.master[at : at + n].view(weight.shape)
                 elif plot.disk is not None and plot.form is not None:
-                    array = next(iter(plot.form.arrays(plot.numel).values()))
-                    self.masters[name] = PagedMaster(plot.disk, array, at, weight)
+                    arrays = plot.form.arrays(plot.numel)
+                    self.masters[name] = PagedMaster(plot.disk, arrays, at, weight)
                 elif plot.state is not None and plot.state.remainder is not None:
                     self.masters[name] = SplitMaster(weight, plot.state.remainder[at : at + n])
             self.plots.append(plot)
+        if bundle.rests.rows == "disk":
+            bundle.source = self._source(bundle, index)
         return result
+
+    def _source(self, bundle: Bundle, index: dict[str, int]) -> OnDiskRows:
+        """Where a bundle whose rows are on the disk reads them."""
+        assert self._streaming is not None
+        width, stretches, members = bundle.dtype.itemsize, [], []
+        for plot in self._plots_of[bundle.key]:
+            assert plot.disk is not None
+            starts = [at * width for at, _ in plot.spans]
+            stretches.append(Stretch(plot.disk.page, plot.numel * width, starts))
+            members.append([index[name] for name in plot.names])
+        return OnDiskRows(self._streaming, stretches, members)
 
     def _fill(self, plot: Plot, master_dtype: torch.dtype) -> None:
         """Memory for a plot that rests in host memory."""
@@ -178,37 +209,6 @@ class Host:
         plot.master = plot.state.master
         self.ledger.book("host", sum(t.nbytes for t in vars(plot.state).values() if t is not None))
 
-    def _form(
-        self, optimizer: Optimizer, group: dict[str, Any], dtypes: tuple[torch.dtype, torch.dtype]
-    ) -> Form | None:
-        """The state of the overlapped update, where the native kernels run this optimizer. That needs
-        `clip_norm`, which promises one step per backward."""
-        compute, master = dtypes
-        if (
-            self.options.clip_norm is None
-            or type(optimizer) not in FAST
-            or master != torch.float32
-            or _scaled(self.options)
-        ):
-            return None
-        splits = self.offload.master == "split" and compute == torch.bfloat16  # not what precision.keep names
-        if type(optimizer) is SGD:
-            return Form("sgd", splits, extra=bool(group["momentum"]))
-        return Form("adam", splits, self.offload.moments == "int8", bool(group["amsgrad"]))
-
-    def _slow(self, name: str, optimizer: Optimizer, master: torch.dtype) -> str:
-        """Why a parameter's state cannot rest on the disk, and what to type."""
-        kind = type(optimizer).__name__
-        if self.options.clip_norm is None:
-            why, fix = "this run has no clip_norm=", "pass clip_norm= (math.inf to clip nothing)"
-        elif type(optimizer) not in FAST:
-            why, fix = f"it knows Adam, AdamW and SGD, not {kind}", 'pass optimizer="host"'
-        elif _scaled(self.options):
-            why, fix = "fp16 with its loss scaling rules it out", 'pass precision="bf16", or optimizer="host"'
-        else:
-            why, fix = f"its master is {master}, not fp32", 'pass optimizer="host"'
-        return f"state on the disk is updated by the overlapped host update, and for `{name}` {why}: {fix}."
-
     # ------------------------------------------------------------------ gradients and updates
 
     def sinks(
@@ -221,15 +221,11 @@ class Host:
             members = [params[name] for name in plot.names]
             self._homes.append((plot, [p.home for p in members]))
             dtype = grad_dtypes[plot.names[0]]
+            landing = None
+            if plot.form is None or not plot.overlapped:
+                landing = self._landing(plot, members, dtype, faces)
+                result[plot.names[0]] = landing.accept
             if plot.form is None:
-                flat = allocate(plot.numel, [dtype])[0]
-                self.ledger.book("host", flat.nbytes)
-                rows = [
-                    flat[at : at + n].view(p.local.shape)
-                    for p, (at, n) in zip(members, plot.spans, strict=True)
-                ]
-                grads = [faces.show(row, p.slot) for row, p in zip(rows, members, strict=True)]
-                result[plot.names[0]] = HostGradients(members, grads, flat).accept
                 continue
             counts = [counted or p.slot.split != "copy" for p in members]
             part = Part(
@@ -244,12 +240,44 @@ class Host:
                 dtype,
                 counts,
                 plot.disk,
+                landing,
             )
             self._show_state(plot, part)
             self.parts.append(part)
             self._optimizer_of[id(part)] = plot.optimizer
-            result[plot.names[0]] = lambda flat, used, part=part: self._accept(part, flat, used)  # type: ignore[misc]
+            if landing is None:
+                result[plot.names[0]] = lambda flat, used, part=part: self._accept(part, flat, used)  # type: ignore[misc]
         return result
+
+    def _landing(
+        self, plot: Plot, members: list[Param], dtype: torch.dtype, faces: Faces
+    ) -> HostGradients:
+        """Host memory for gradients that the loop sees."""
+        flat = allocate(plot.numel, [dtype])[0]
+        self.ledger.book("host", flat.nbytes)
+        pairs = zip(members, plot.spans, strict=True)
+        rows = [flat[at : at + n].view(p.local.shape) for p, (at, n) in pairs]
+        grads = [faces.show(row, p.slot) for row, p in zip(rows, members, strict=True)]
+        return HostGradients(members, grads, flat)
+
+    @contextmanager
+    def stepped(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around `optimizer.step()`: update what no update has begun for in backward, and hide its gradients
+        from torch's own step."""
+        mine = [part for part in self.parts_of(optimizer) if part.landing is not None]
+        if not mine:
+            yield
+            return
+        assert self.updates is not None
+        self.updates.step(mine)
+        held = [(p.home, p.home.grad) for part in mine for p in part.params]
+        for home, _ in held:
+            home.grad = None
+        try:
+            yield
+        finally:
+            for home, grad in held:
+                home.grad = grad
 
     def _accept(self, part: Part, flat: Tensor, used: list[bool]) -> None:
         assert self.updates is not None
@@ -345,54 +373,3 @@ class Host:
         """The scratch file goes; nothing reads it any more."""
         if self.paging is not None:
             self.paging.close()
-
-
-def _scaled(options: Options) -> bool:
-    """fp16 gradients are unscaled by GradScaler between backward and step, so nothing can be updated
-    before."""
-    return options.precision is not None and options.precision.compute == "float16"
-
-
-def _check(offload: Offload, options: Options, optimizers: Sequence[Optimizer]) -> None:
-    """Options that could not take effect."""
-    wanted = [
-        word
-        for word, asked in (
-            ('master="split"', offload.master == "split"),
-            ('moments="int8"', offload.moments == "int8"),
-        )
-        if asked
-    ]
-    if not wanted:
-        return
-    what, kinds = f"Offload({' and '.join(wanted)})", {type(o) for o in optimizers}
-    if options.clip_norm is None:
-        raise OptionError(
-            f"{what} is done by the overlapped host update, which needs clip_norm= (math.inf to clip "
-            "nothing)."
-        )
-    if _scaled(options):
-        raise OptionError(
-            f"{what} is done by the overlapped host update, which fp16 with its loss scaling rules out: pass "
-            'precision="bf16".'
-        )
-    if not kinds & set(FAST):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no optimizer"
-        raise OptionError(
-            f"{what} is done by the overlapped host update, which knows Adam, AdamW and SGD; this run has "
-            f"{names}."
-        )
-    if offload.moments == "int8" and not kinds & {Adam, AdamW}:
-        raise OptionError(
-            'Offload(moments="int8") is for Adam and AdamW, and this run has SGD alone: drop it.'
-        )
-    precision = options.precision
-    if offload.master == "split" and (
-        precision is None or (precision.compute, precision.master) != ("bfloat16", "float32")
-    ):
-        compute = precision.compute if precision is not None else "the model's own dtype"
-        raise OptionError(
-            'Offload(master="split") needs bf16 compute weights and an fp32 master; this run computes in '
-            f"{compute}. "
-            'Pass precision="bf16", or master="plain".'
-        )

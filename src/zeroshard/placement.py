@@ -61,20 +61,22 @@ class Buffering:
 
     - `streaming`: device bytes that streamed parameters pass through.
     - `staging`: host bytes of the ring between device and host, where state is off the device.
-    - `berths`: host bytes that state on the disk passes through.
+    - `berths`: host bytes that state on the disk passes through; `blocks`: that parameters do.
     """
 
     streaming: int = 0
     staging: int = 0
     berths: int = 0
+    blocks: int = 0
 
     def needed(self, places: Sequence[Place]) -> dict[Rest, int]:
         streams = any(place.parameters != "device" for place in places)
         stages = any(place.optimizer != "device" for place in places)
         pages = any(place.optimizer == "disk" for place in places)
+        reads = any(place.parameters == "disk" for place in places)
         return {
             "device": self.streaming * streams,
-            "host": self.staging * stages + self.berths * pages,
+            "host": self.staging * stages + self.berths * pages + self.blocks * reads,
             "disk": 0,
         }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -277,7 +277,7 @@ class Runtime:
         self._end(land=self._arrivals > 0 and self.sync)
 
     def _end(self, land: bool) -> None:
-        with record_function("zeroshard.land") if torch.autograd._profiler_enabled() else _nothing():
+        with record_function("zeroshard.land") if torch.autograd._profiler_enabled() else nullcontext():
             if land:
                 self.pace.ended()
                 if self._nested and self.transport.size > 1:
@@ -315,12 +315,13 @@ class Runtime:
                 "gradients accumulated under run.no_sync() were never synchronised: run the last "
                 "micro-batch's backward outside of the block before optimizer.step()."
             )
-        with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else _nothing():
+        with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else nullcontext():
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
             self.before_change()
             self._settle()
-            self.pace.step(update, step)
+            with self.host.stepped(update.optimizer) if self.host is not None else nullcontext():
+                self.pace.step(update, step)
         self._stale = True
         self.steps += 1
 
@@ -436,6 +437,10 @@ class Runtime:
             try:
                 self._host_updates.discard(self._host_updates.parts)
                 self._host_updates.settle()
+            except BaseException:
+                assert self.host is not None
+                self.host.close()
+                raise
             finally:
                 self._host_updates.close()
 
@@ -443,8 +448,3 @@ class Runtime:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
         self._overlaps = self._overlaps or any(bundle.rests.rows != "device" for bundle in self.bundles)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

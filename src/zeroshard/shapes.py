@@ -163,8 +163,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Part:
-    """Weights of a bundle and a rule whose state lies together on the host; `native`: updated there,
-    overlapped."""
+    """Weights of a bundle and a rule whose state lies together off the device. `native`: updated overlapped;
+    `kernel`: updated by the native kernels, overlapped or not; `paged`: the compute weights are on the disk
+    with it."""
 
     weights: tuple[Weight, ...]
     numel: int
@@ -175,6 +176,12 @@ class Part:
     rule: Rule
     unit: str = ""
     rest: Rest = "host"
+    kernel: bool = True
+    paged: bool = False
+
+    def weight_bytes(self) -> int:
+        """The compute weights as a stretch of the disk."""
+        return aligned(self.numel * WIDTHS[self.compute], GRAIN)
 
     def disk_bytes(self, int8: bool) -> int:
         """The same as one stretch of the disk, as `form` lays it out: arrays at staggered offsets, in whole
@@ -184,7 +191,7 @@ class Part:
             sizes += [self.numel, self.numel, 4 * 3 * -(-self.numel // BLOCK)]
         else:
             sizes += [4 * self.numel] * self.rule.moments
-        apart, end = GRAIN // len(sizes) // 64 * 64, 0
+        apart, end = GRAIN // len(sizes) // 64 * 64, self.weight_bytes() if self.paged else 0
         for index, size in enumerate(sizes):
             end += (index * apart - end) % GRAIN + size
         return aligned(end, GRAIN) if self.numel else 0
@@ -201,6 +208,8 @@ class Part:
 
     def stage_bytes(self, landed: str) -> int:
         grad, weight = WIDTHS[landed], WIDTHS[self.compute]
+        if self.paged:
+            return self.numel * grad
         return self.numel * (grad if grad == weight and not self.splits else grad + weight)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .errors import CheckpointError, StateError
 from .native.abi import BLOCK
 from .native.moments8 import decode, scale_count
 from .part import Part
+from .plan import Plan, settings_of
 from .private import Private
 from .runtime import Runtime
 from .shard import Faces, Param
@@ -40,11 +41,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Company:
-    """What a user hands in to be saved with a run: plain data, and objects that have a state_dict."""
+    """What is saved with a run: plain data of the user, objects that have a state_dict, the plan."""
 
     extra: Mapping[str, Any] | None = None
     schedulers: Sequence[Any] = ()
     scalers: Sequence[Any] = ()
+    plan: Plan | None = None  # what the run keeps to
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,8 @@ def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[s
         "host_norm": updates.norm if updates is not None else None,
         "world": runtime.transport.size,
         "sync": runtime.pace.values(),
-        "options": asdict(runtime.options),
+        "options": settings_of(runtime.options),
+        "plan": company.plan.to_json() if company.plan is not None else None,
         "optimizers": optimizers,
         "plain_state": plain,
         "schedulers": [s.state_dict() for s in company.schedulers],

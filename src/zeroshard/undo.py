@@ -79,8 +79,8 @@ def _joined_weights(part: Part) -> Tensor:
         return part.rows.master
     assert part.rows.remainder is not None
     weight = torch.zeros(part.numel, dtype=torch.bfloat16)
-    for (at, n), target in zip(part.spans, part.targets, strict=True):
-        weight[at : at + n].copy_(target)
+    for (at, n), row in zip(part.spans, part.rows_of_weights(), strict=True):
+        weight[at : at + n].copy_(row)
     return join(weight, part.rows.remainder)
 
 
@@ -88,5 +88,5 @@ def _store_split(part: Part, master: Tensor) -> None:
     assert part.rows.remainder is not None
     weight, remainder = split(master)
     part.rows.remainder.copy_(remainder)
-    for (at, n), target in zip(part.spans, part.targets, strict=True):
-        target.copy_(weight[at : at + n])
+    for (at, n), row in zip(part.spans, part.rows_of_weights(), strict=True):
+        row.copy_(weight[at : at + n])

@@ -239,7 +239,11 @@ def write_file(
     try:
         spans = []
         for task, spot in zip(tasks, spots, strict=True):
-            sums = _stream(held[task.index], task, writer)
+            try:
+                sums = _stream(held[task.index], task, writer)
+            except CheckpointError as error:
+                item = held[task.index]
+                raise CheckpointError(f"{error} It was at {quoted(item.name)} ({item.kind}).") from error
             spans.append([task.index, task.start, task.stop, spot.offset, sums.hex()])
         writer.close()
     finally:

@@ -5,5 +5,18 @@ from .paging import Page, Paging
 from .pinned import pinned
 from .ring import Ring, Stage
 from .scratch import Scratch, grains
+from .streaming import Streaming, Stretch
 
-__all__ = ["Copies", "Mark", "Page", "Paging", "Ring", "Scratch", "Stage", "grains", "pinned"]
+__all__ = [
+    "Copies",
+    "Mark",
+    "Page",
+    "Paging",
+    "Ring",
+    "Scratch",
+    "Stage",
+    "Streaming",
+    "Stretch",
+    "grains",
+    "pinned",
+]

@@ -161,20 +161,25 @@ class Paging:
         assert page.berth is not None
         for start in starts:
             piece = page.berth.bytes[start : min(start + REQUEST, page.nbytes)]
-            self._lanes.submit(
-                partial(self._request, page, partial(move, piece, page.offset + start), left, then)
-            )
+            moving = partial(move, piece, page.offset + start)
+            self.submit(page, partial(self._request, page, moving, left, then))
+
+    def submit(self, page: Page, request: Callable[[], None]) -> None:
+        """Run something that concerns a page on one of the lanes, after what was submitted before."""
+        self._lanes.submit(partial(self._guarded, page, request))
+
+    def _guarded(self, page: Page, request: Callable[[], None]) -> None:
+        try:
+            if self._delay is not None:
+                self._delay()
+            request()
+        except BaseException as error:  # it must reach the training thread, whatever it is
+            self.fail(page.label, error)
 
     def _request(
         self, page: Page, move: Callable[[], None], left: list[int], then: Callable[[Page], None]
     ) -> None:
-        try:
-            if self._delay is not None:
-                self._delay()
-            move()
-        except BaseException as error:  # it must reach the training thread, whatever it is
-            self.fail(page.label, error)
-            return
+        move()
         with self._changed:
             left[0] -= 1
             last = left[0] == 0
@@ -196,10 +201,16 @@ class Paging:
 
     def _pause(self, page: Page) -> None:
         """Wait for a change, with the lock held."""
+        self.check()
+        self._changed.wait(1.0)
+
+    def check(self) -> None:
+        """Raise what failed in a lane."""
         if self._broken is not None:
             label, error = self._broken
-            raise TierError(f"the disk tier failed at the state of {label}: {error}") from error
-        self._changed.wait(1.0)
+            raise TierError(
+                f"the disk tier failed at {label}: {type(error).__name__}: {error}"
+            ) from error
 
     def fail(self, label: str, error: BaseException) -> None:
         """Keep an error, and wake whoever waits for what will not come."""

@@ -20,6 +20,10 @@ class Stage:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
 
+    @property
+    def bytes(self) -> memoryview:
+        return memoryview(self.memory.numpy().data)
+
     def view(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
         size = numel * dtype.itemsize
         return self.memory[offset : offset + size].view(dtype)

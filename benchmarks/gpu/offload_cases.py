@@ -1,0 +1,96 @@
+"""The rows of the offload table. Why these budgets: docs/offload.md, "How large a model"."""
+
+from dataclasses import dataclass, replace
+
+CAP = ("--cap-gib", "32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`system`, `size` and `arguments` are those of `one.py`; or `script` is another benchmark, `small` it in
+    seconds. `against`: the case that its step is divided by; `bar`: what it has to reach; `seconds`:
+    what it may take, start included."""
+
+    title: str
+    bar: str
+    seconds: int
+    system: str = ""
+    size: str = ""
+    arguments: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    against: str = ""
+
+
+def auto(device, host, *more):
+    return ",".join(["zs-1:optimizer=auto", f"device_bytes={device}", f"host_bytes={host}", *more])
+
+
+DISK = "path={disk}"
+ALL = "parameters=auto"
+CASES = {
+    "plain-1b": Case("1.26 B, plain PyTorch", "–", 90, "plain", "1b", ("--steps", "10")),
+    "host-1b": Case(
+        "1.26 B, optimizer on the host", "≤ 1.25 × plain", 100, "zs-1:optimizer=host", "1b",
+        ("--steps", "12"), against="plain-1b",
+    ),
+    "plain-7b": Case("6.74 B, plain PyTorch", "–", 150, "plain", "7b", ("--steps", "7")),
+    "host-7b": Case(
+        "6.74 B, GPU capped at 32 GiB, optimizer on the host", "≤ 1.3 × plain; ≤ 12.5 host bytes a parameter",
+        280, "zs-1:optimizer=host", "7b", ("--steps", "8", *CAP), against="plain-7b",
+    ),
+    "split-7b": Case(
+        "the same, split master", "≤ 1.3 × plain; ≤ 10.6 host bytes a parameter",
+        280, "zs-1:optimizer=host,master=split", "7b", ("--steps", "8", *CAP), against="plain-7b",
+    ),
+    "auto-7b": Case(
+        "6.74 B, `auto`, the whole GPU", "≤ 1.03 × plain", 200, auto("100GiB", "64GiB"), "7b",
+        ("--steps", "7"), against="plain-7b",
+    ),
+    "13b": Case(
+        "13 B, GPU capped at 32 GiB, disk allowed", "trains", 580,
+        auto("5GiB", "110GiB", "master=split", ALL, DISK), "13b",
+        ("--steps", "3", "--mbs", "4", "--accum", "2", *CAP),
+    ),
+    "20b": Case(
+        "20.3 B, whole GPU and host; what is left over on the disk", "trains", 580,
+        auto("96GiB", "112GiB", "master=split", DISK), "20b", ("--steps", "3"),
+    ),
+    "20b-guard": Case(
+        "20.3 B, GPU and host alone; clip_norm as a guard (undo=False)", "trains", 580,
+        auto("120GiB", "116GiB", "master=split", "undo=False"), "20b", ("--steps", "3"),
+    ),
+    "24b": Case(
+        "24.1 B, whole GPU and host; what is left over on the disk", "goal: trains", 590,
+        auto("80GiB", "112GiB", "master=split", DISK), "24b", ("--steps", "2"),
+    ),
+    "disk-1b": Case(
+        "1.26 B, optimizer on the disk", "hidden at 8-fold accumulation", 300,
+        "zs-1:optimizer=disk," + DISK, "1b", ("--steps", "4", "--accum", "8"), against="plain-1b-8",
+    ),
+    "plain-1b-8": Case("1.26 B, plain PyTorch, 8-fold accumulation", "–", 120, "plain", "1b",
+                       ("--steps", "4", "--accum", "8")),
+    "kernel": Case(
+        "host update kernel", "≤ 1.1 × a copy of the same bytes", 240,
+        script=("micro_host_update.py", "--threads", "2", "16", "--numel", "67108864", "--peers", "--json"),
+        small=("micro_host_update.py", "--threads", "1", "--numel", str(1 << 18), "--rounds", "2", "--json"),
+    ),
+    "disk": Case(
+        "disk tier, state of 1.26 B", "≥ 80 % of plain direct I/O", 240,
+        script=("micro_disk.py", "--path", "{disk}", "--gib", "12", "--json"),
+        small=("micro_disk.py", "--path", "{disk}", "--gib", "0.03", "--page-mib", "4", "--json"),
+    ),
+}  # fmt: skip
+
+
+def dry(case):
+    """The same on the CPU with a tiny model: other sizes, the same paths."""
+    if case.script:
+        return replace(case, script=case.small, seconds=60)
+    system = case.system
+    roomy = case.size == "7b"  # so that `auto` offloads nothing there either
+    for name, size in (("device_bytes", "1GiB" if roomy else "18MiB"), ("host_bytes", "24MiB")):
+        system = ",".join(f"{name}={size}" if w.startswith(name) else w for w in system.split(","))
+    words = [w for w in case.arguments if w not in (*CAP, "--mbs", "4")]
+    quick = ("--device", "cpu", "--mbs", "1", "--seq", "8", "--steps", "2")
+    return replace(case, system=system, size="tiny", arguments=(*words, *quick), seconds=60)
