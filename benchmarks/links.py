@@ -200,9 +200,9 @@ def write(path: Path, told: dict[str, object], console: Console) -> None:
     lines = [
         f"# Step times over shaped links, {told['date']}",
         "",
-        f"`{told['command']}` at {told['commit']}, {told['cores']} cores shared with other work (load average "
-        f"{load[0]:.1f} when it ended): of the rounds of a system, the first quartile counts, and of its "
-        f"visits ({told['visits']}, with all others in between) the shortest. GPTs in fp32 with AdamW "
+        f"`{told['command']}` at {told['commit']}, {told['cores']} cores shared with other work (load "
+        f"average {load[0]:.1f} when it ended): of the rounds of a system, the first quartile counts, and of "
+        f"its visits ({told['visits']}, with all others in between) the shortest. GPTs in fp32 with AdamW "
         f"({shown}). Links: {told['how']}.",
         "",
         "`sent a step` is what the network interface of the busiest rank counted. `waited`: share of the "
