@@ -34,7 +34,7 @@ EXACT = 1e-4  # relative, of the first losses: a system that trains another mode
 def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, object]:
     """All systems on one kind of link: the slowest rank's times, or what went wrong."""
     per_node = options.ranks_per_node
-    model = options.model or ("wide-7m" if link.mbit >= 1000 else "wide-2m")
+    model = options.model or ("paced-7m" if link.mbit >= 1000 else "paced-2m")
     with network(world // per_node, link) as net, tempfile.TemporaryDirectory(prefix="links-") as folder:
         measured = probe(net)
         answers = [Path(folder, f"rank{rank}.json") for rank in range(world)]
@@ -193,8 +193,8 @@ def write(path: Path, told: dict[str, object], console: Console) -> None:
     path.write_text(json.dumps(told, indent=1) + "\n")
     models: dict[str, dict[str, object]] = told["models"]  # type: ignore[assignment]
     shown = "; ".join(
-        f"{name}: {model['parameters']:,} parameters, {model['sequence']} tokens a step"
-        for name, model in models.items()
+        f"{name}: {m['parameters']:,} parameters, {1e3 * float(str(m['seconds'])):.0f} ms of computation"
+        for name, m in models.items()
     )
     load: tuple[float, ...] = told["load_average"]  # type: ignore[assignment]
     lines = [
@@ -202,8 +202,9 @@ def write(path: Path, told: dict[str, object], console: Console) -> None:
         "",
         f"`{told['command']}` at {told['commit']}, {told['cores']} cores shared with other work (load "
         f"average {load[0]:.1f} when it ended): of the rounds of a system, the first quartile counts, and of "
-        f"its visits ({told['visits']}, with all others in between) the shortest. GPTs in fp32 with AdamW "
-        f"({shown}). Links: {told['how']}.",
+        f"its visits ({told['visits']}, with all others in between) the shortest. Models in fp32 with AdamW, "
+        f"whose computation is a sleep, as with a GPU ({shown}): what is compared is communication. "
+        f"Links: {told['how']}.",
         "",
         "`sent a step` is what the network interface of the busiest rank counted. `waited`: share of the "
         "time in which the slowest rank waited for others, where the system says so.",

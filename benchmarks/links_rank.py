@@ -18,7 +18,7 @@ from pathlib import Path
 WINDOW = 3  # of Adaptive: steps that it measures of each choice
 LOCAL = 8
 TRIAL = 3 * (WINDOW + 1) + 2 * LOCAL  # steps until Adaptive has tried all and settled
-BUCKET = 1 << 20  # of a small model, so that there is something to overlap
+BUCKETS = 6  # of a model, so that there is something to overlap
 PORT = 29500  # of a namespace that has no other processes
 
 
@@ -59,14 +59,14 @@ class Entry:
     exact: bool = True
 
 
-def entries() -> dict[str, Entry]:
+def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     """All systems by name: the peers, every stage, every policy, and every codec."""
     from systems import SYSTEMS, zeroshard
 
     import zeroshard as zs
 
     def ours(stage: int, **options: object) -> Callable[..., object]:
-        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=BUCKET, **options)
+        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=bucket, **options)
 
     found = {name: Entry(SYSTEMS[name]) for name in ("ddp", "fsdp2-zero2", "fsdp2-zero3", "ps")}
     found |= {f"zs-{stage}": Entry(ours(stage)) for stage in range(4)}
@@ -96,14 +96,14 @@ def entries() -> dict[str, Entry]:
     return found
 
 
-def across_nodes() -> dict[str, Entry]:
+def across_nodes(bucket: int = 1 << 20) -> dict[str, Entry]:
     """For several ranks a node: stage 3 as it is, and with rows of other nodes kept inside the node."""
     from systems import SYSTEMS, zeroshard
 
     import zeroshard as zs
 
     def ours(**options: object) -> Callable[..., object]:
-        return partial(zeroshard, stage=3, bucket_bytes=BUCKET, ranks_per_node=2, **options)
+        return partial(zeroshard, stage=3, bucket_bytes=bucket, ranks_per_node=2, **options)
 
     cached = partial(ours, transport="nodes", node_cache=True)
     return {
@@ -165,10 +165,12 @@ def main(text: str) -> None:
     """All systems of the task, in its order."""
     import torch
     import torch.distributed as dist
+    from models import WORKLOADS
 
     task = Task(**json.loads(text))
     torch.set_num_threads(1)
-    known = {**entries(), **(across_nodes() if task.per_node > 1 else {})}
+    bucket = 4 * int(WORKLOADS[task.model].describe()["parameters"]) // BUCKETS  # type: ignore[call-overload]
+    known = {**entries(bucket), **(across_nodes(bucket) if task.per_node > 1 else {})}
     answers: dict[str, list[dict[str, object]]] = {}
     for number, system in enumerate(task.systems * task.visits):
         store = dist.TCPStore(task.master, PORT + number, task.world, is_master=task.rank == 0)

@@ -97,6 +97,7 @@ SHORT = [
     *("auto: device, host and disk", "delayed, stage 3, host", "local, rates", "adaptive"),
 ]
 
+
 @dataclass
 class Half:
     """What a run left: the weights, the losses, the data that came with a checkpoint."""

@@ -20,6 +20,7 @@ from .snapshot import Company
 
 log = logging.getLogger("zeroshard")
 
+
 class Kept(ABC):
     """What `Run` offers about checkpoints. Every rank makes the same calls."""
 

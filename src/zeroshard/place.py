@@ -249,9 +249,7 @@ class Host:
                 result[plot.names[0]] = lambda flat, used, part=part: self._accept(part, flat, used)  # type: ignore[misc]
         return result
 
-    def _landing(
-        self, plot: Plot, members: list[Param], dtype: torch.dtype, faces: Faces
-    ) -> HostGradients:
+    def _landing(self, plot: Plot, members: list[Param], dtype: torch.dtype, faces: Faces) -> HostGradients:
         """Host memory for gradients that the loop sees."""
         flat = allocate(plot.numel, [dtype])[0]
         self.ledger.book("host", flat.nbytes)

@@ -61,7 +61,6 @@ def _facts(manifest: Manifest, path: str, console: Any) -> None:
         markup=False,
     )
 
-
     if options := _options(manifest.values.get("options")):
         console.print(f"options: {options}", markup=False)
 
