@@ -1,8 +1,7 @@
 """How many bytes a rank holds, for what, and when. Integers only: no torch, no memory, any number of ranks.
 
 `buffers_of` repeats, size by size, what `build` allocates: for a run on the CPU its figures are those of
-`run.stats()`, to the byte. `closed_form` is the ZeRO paper's table, for orientation: it knows neither
-padding nor buffers.
+`run.stats()`, to the byte.
 """
 
 from __future__ import annotations
@@ -11,19 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from .codec import Compression, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .lending import Sizes, most_lent
 from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
-from .routes import codec_for
+from .routes import bucket_limit, codec_for
 from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
 from .wires import Sort, gradients_of
-
-if TYPE_CHECKING:
-    from .codec import Codec
 
 BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
@@ -192,14 +188,14 @@ class Setup:
         for bundle in self.bundles:
             if self.state_rest(bundle) == "device":
                 continue
-            groups: dict[tuple[int, Codec | None], list[Weight]] = {}
+            groups: dict[tuple[int, Compression | None], list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
                     groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
-            for (number, _), members in groups.items():
+            for (number, codec), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
-                for names in buckets(sizes, offload.stage_bytes):
+                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes)):
                     numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
                     kernel = self._kernel(members[0], bundle.master)
                     native = kernel and self.overlapped
@@ -251,21 +247,30 @@ class Setup:
             ]
             groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
-                for names in buckets(sizes, self.options.bucket_bytes)
+                for names in buckets(sizes, bucket_limit(sort[2], self.options.bucket_bytes))
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0
         for (wire, landed, codec), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat, codec)
+                Bucket(
+                    ws,
+                    tuple(self._grad_slot(w) for w in ws),
+                    wire,
+                    landed,
+                    self.align,
+                    part,
+                    flat and not isinstance(codec, Rows),
+                    codec,
+                )
                 for ws, part in members
             ]
         return result
 
-    def codec(self, weight: Weight) -> Codec | None:
+    def codec(self, weight: Weight) -> Compression | None:
         """What its gradient travels through."""
-        return codec_for(self.options.compress, weight.name) if self.world > 1 else None
+        return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
 
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""
@@ -286,18 +291,6 @@ class Setup:
     def _grad_slot(self, weight: Weight) -> Slot:
         slot = self.slots[weight.name]
         return replace(slot, split="rows") if self.world > 1 and slot.split == "copy" and slot.shape else slot
-
-
-def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:
-    """The ZeRO paper's table: bytes of a rank for `numel` parameters that take `width` bytes, as do their
-    gradients, and `state` bytes of optimizer state each (fp32 master and Adam: 12). Without padding,
-    gathered units, buckets and activations.
-
-    >>> [round(closed_form(7_500_000_000, 64, stage) / 1e9, 2) for stage in range(4)]
-    [120.0, 31.41, 16.64, 1.88]
-    """
-    shared = [state * (stage >= 1), width * (stage >= 2), width * (stage >= 3)]
-    return numel * (2 * width + state - sum(shared) + sum(shared) / world)
 
 
 def buffers_of(setup: Setup) -> Buffers:
@@ -439,9 +432,8 @@ def gathered(setup: Setup) -> int:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
-            ranks = range(setup.world)
-            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
-            scratches.add(max(bundle.body(rank) for rank in ranks))
+            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in range(setup.world)), "uint8"] += 1
+            scratches.add(max(bundle.body(rank) for rank in range(setup.world)))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
     at_once = setup.overlaps and setup.resident  # all are published at once
     most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)

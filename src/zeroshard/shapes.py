@@ -17,7 +17,7 @@ from .layout import ALIGN, FlatPack, Pack, Slot, aligned
 from .placement import Rest
 
 if TYPE_CHECKING:
-    from .codec import Codec
+    from .codec import Compression
 
 WIDTHS = DTYPE_BYTES | {
     "int64": 8,
@@ -138,7 +138,7 @@ class Bucket:
     align: int = ALIGN
     part: Part | None = None
     flat: bool = False  # stage 0: `FlatPack`
-    codec: Codec | None = None
+    codec: Compression | None = None
 
     @cached_property
     def wire_numel(self) -> int:

@@ -147,14 +147,17 @@ class CodedBucket(Bucket):
             out.copy_(total)
 
     def private(self) -> list[Private]:
+        def key(name: str) -> str:
+            return f"{name} of {self.codec!r}"
+
         records = [
             private
             for name, tensor in self.state.items()
-            for private in in_wire(self.pack, tensor, f"codec {name}")
+            for private in in_wire(self.pack, tensor, key(name))
         ]
         if self.rounds:
             records += [
-                Private(f"(sum of {self.label}, {tensor.numel()})", f"codec {name}", ((0, tensor),), "reset")
+                Private(f"(sum of {self.label}, {tensor.numel()})", key(name), ((0, tensor),), "reset")
                 for name, tensor in self._again.items()
                 if tensor.numel()
             ]
