@@ -76,6 +76,7 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
         "zs-0-int4": ours(0, compress=zs.Int4()),
         "zs-0-onebit": ours(0, compress=zs.OneBit(warmup_steps=1)),
         "zs-0-topk": ours(0, compress=topk),
+        "zs-0-lowrank": ours(0, compress=zs.LowRank(rank=4)),
         "zs-2-bf16": ours(2, compress=zs.Cast("bfloat16"), gather=zs.Cast("bfloat16")),
         "zs-2-int8": ours(2, compress=int8, gather=int8),
         "zs-2-topk": ours(2, compress=topk, gather=int8),
@@ -83,11 +84,6 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
         "zs-2-delayed": ours(2, sync=zs.Delayed()),
         "zs-2-delayed-int8": ours(2, sync=zs.Delayed(), compress=int8, gather=int8),
     }
-    try:
-        zs.Options(stage=0, compress=zs.LowRank(rank=4))
-        coded["zs-0-lowrank"] = ours(0, compress=zs.LowRank(rank=4))
-    except zs.OptionError:
-        pass
     found |= {name: Entry(make, exact=False) for name, make in coded.items()}
     found[f"zs-0-local{LOCAL}"] = Entry(ours(0, sync=local), LOCAL, LOCAL, exact=False)
     choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
