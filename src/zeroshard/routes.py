@@ -60,11 +60,12 @@ def bucket_limit(codec: Compression | None, limit: int) -> int:
 
 def check_patterns(routes: Routes, names: Iterable[str]) -> None:
     """Every pattern of `compress=` must decide about some parameter: an option is never ignored."""
-    undecided = list(names)
+    every = list(names)
+    undecided = list(every)
     for pattern, _ in routes:
         taken = {name for name in undecided if fnmatchcase(name, pattern)}
         if not taken:
-            earlier = " that no earlier pattern has taken" if len(undecided) < len(list(names)) else ""
+            earlier = " that no earlier pattern has taken" if len(undecided) < len(every) else ""
             raise OptionError(
                 f'compress: pattern "{pattern}" matches no trainable parameter{earlier}. Patterns are tried '
                 "in the order given."
