@@ -172,8 +172,9 @@ def background(bench: Bench, name: str, sync: bool, note: Callable[[str, dict[st
         beside = timed(bench.step)
         wait()
     board: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(board, [held + waited[0], alone, beside])
-    for what, values in zip(("held up", "step alone", "step beside"), zip(*board, strict=True), strict=True):
+    dist.all_gather_object(board, [held + waited[0], held, waited[0], alone, beside])
+    kinds = ("held up", "held up by the call", "held up by the copy", "step alone", "step beside")
+    for what, values in zip(kinds, zip(*board, strict=True), strict=True):
         note(f"{what} {name}", {"seconds": max(values), "cpu": 0.0, "extra": 0.0})
     note(f"background {name}", whole)
 
@@ -201,12 +202,11 @@ def main() -> None:
     asked = parser.parse_args()
     bench = Bench(asked.megabytes, asked.folder)
     rows: list[dict[str, Any]] = []
-    for repeat in range(-1, asked.repeats):  # the first, unrecorded, warms all of them up
+    for repeat in range(-1, asked.repeats):  # the first warms all of them up
         for sync in (True, False):
 
             def note(what: str, found: dict[str, float], sync: bool = sync, repeat: int = repeat) -> None:
-                if repeat >= 0:
-                    rows.append({"what": what, "sync": sync, "repeat": repeat, **found})
+                rows.append({"what": what, "sync": sync, "repeat": repeat, **found})
 
             one_round(bench, max(repeat, 0), sync, note)
     total = sum(tensor.nbytes for tensor in bench.local().values())

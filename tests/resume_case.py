@@ -87,6 +87,12 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "adaptive, delayed": (
         GPT, {"stage": 2, "sync": zs.Adaptive(choices=(zs.Delayed(), zs.EveryStep()), window=500)}
     ),
+    "int8 with feedback": (GPT, {"stage": 2, "compress": zs.Int8(feedback=True)}),
+    "top-k": (GPT, {"stage": 3, "compress": zs.TopK(ratio=0.05)}),
+    "1-bit": (GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4)}),
+    "int8 with feedback, host": (
+        GPT, {**BELOW, "stage": 2, "compress": zs.Int8(feedback=True), "offload": host()}
+    ),
 }  # fmt: skip
 # Those that stand for the others too; `benchmarks/resume.py` has them all.
 SHORT = [
@@ -95,6 +101,7 @@ SHORT = [
     *("host, plain master", "host, split master, clipped", "host, 8-bit moments", "host, momentum"),
     *("host, the optimizer's own step", "disk, split master, clipped", "disk, 8-bit moments"),
     *("auto: device, host and disk", "delayed, stage 3, host", "local, rates", "adaptive"),
+    *("int8 with feedback", "top-k"),
 ]
 
 

@@ -44,8 +44,7 @@ class Keeper:
     def save(self, path: Path, company: Company, keep: int | None, background: bool) -> Saved | PendingSave:
         self.finish()  # the ranks talk about one save at a time
         runtime, saver = self.runtime, self._saver
-        what = f"saving to {os.path.abspath(path)}"
-        snapshot = snapshot_of(runtime, self.model, company, saver.peers, what, background)
+        snapshot = snapshot_of(runtime, self.model, company, saver.peers, background)
         # Forward and backward change no master and no moment, so the copy can be made beside them; but host
         # updates begin in backward, and so do changes of what a pace or a codec keeps.
         early = runtime.pace.early or bool(runtime.pace.private())

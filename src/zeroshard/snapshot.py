@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.agree import together
 from .checkpoint.elements import dtype_name
 from .checkpoint.records import Held, Peers, Snapshot
-from .checkpoint.values import pack, unpack
-from .errors import CheckpointError, StateError
+from .errors import StateError
 from .native.abi import BLOCK
 from .native.moments8 import decode, scale_count
 from .part import Part
@@ -200,14 +198,15 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def snapshot_of(
-    runtime: Runtime, model: nn.Module, company: Company, peers: Peers, what: str, background: bool = False
+    runtime: Runtime, model: nn.Module, company: Company, peers: Peers, background: bool = False
 ) -> Snapshot:
-    """All that this rank wants saved. Every rank calls it for the same `what`; where the moment is wrong, all
-    of them raise."""
+    """All that this rank wants saved. Every rank calls it; where the moment is wrong, all of them raise."""
     rank = runtime.transport.rank
     seats = list(seats_of(runtime))
-    answers = together(peers, what, lambda: [untimely(runtime), pack(_plain_state(seats))[0]])
-    refuse_untimely("save", [problem for problem, _ in answers])
+    problem = untimely(runtime)
+    # What training uses is quicker than what saves talk over, and this holds training up.
+    if runtime.transport.max([float(problem is not None)])[0]:
+        refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))
     runtime.settle_host()
     held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
     held += [private_held(private, rank) for private in runtime.pace.private()]
@@ -225,19 +224,15 @@ def snapshot_of(
         held += [
             Held.of(name, "buffer", b.detach().clone() if background else b) for name, b in buffers.items()
         ]
-    plain: dict[str, Any] = {}
-    for _, told in answers:
-        for name, state in unpack(told, _no_tensor).items():
-            plain.setdefault(name, state)
     own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
     own["sync"] = runtime.pace.own()
     own["codes"] = [codes_of(part, rank) for part in host_parts(runtime) if part.coded]
-    return Snapshot(held, _values(runtime, company, plain), own)
+    return Snapshot(held, _values(runtime, company), own, {"plain_state": _plain_state(seats)})
 
 
-def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[str, Any]:
+def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
     names = {id(p.home): p.name for p in runtime.params}
     optimizers = []
     for update in runtime.updates:
@@ -255,7 +250,6 @@ def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[s
         "options": settings_of(runtime.options),
         "plan": company.plan.to_json() if company.plan is not None else None,
         "optimizers": optimizers,
-        "plain_state": plain,
         "schedulers": [s.state_dict() for s in company.schedulers],
         "scalers": [s.state_dict() for s in company.scalers],
         "extra": dict(company.extra or {}),
@@ -266,10 +260,6 @@ def _plain_state(seats: Sequence[Seat]) -> dict[str, Any]:
     """State that is no tensor, by kind and name."""
     return {f"{seat.prefix}{seat.param.name}": plain for seat in seats
             if (plain := {k: v for k, v in seat.state.items() if not isinstance(v, Tensor)})}  # fmt: skip
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise CheckpointError(f"plain optimizer state refers to the tensor `{name}`.")
 
 
 def untimely(runtime: Runtime) -> str | None:
