@@ -82,6 +82,8 @@ def _needs(question: Question, one: Candidate) -> str:
         return f"it needs {show_bytes(one.device)} per device at {one.where}"
     if question.shared and one.device + one.host > question.limit:
         return f"it needs {show_bytes(one.device + one.host)} per rank, host tier included, at {one.where}"
+    if question.disk_limit is not None and one.disk * question.ranks_per_node > question.disk_limit:
+        return f"it needs {show_bytes(one.disk * question.ranks_per_node)} of disk per node"
     return f"it needs {show_bytes(one.host * question.ranks_per_node)} of host memory per node"
 
 
@@ -89,6 +91,14 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
     """Why nothing fits: the smallest plan, where it is fullest, of what, and the nearest changes that would
     fit."""
     on_device = [one for one in candidates if one.device <= question.limit]
+    in_memory = [one for one in on_device if one.host <= question.host_share]
+    if in_memory and not question.shared and question.disk_limit is not None:
+        least = min(in_memory, key=lambda one: one.disk)
+        return (
+            f"no plan fits {show_bytes(question.disk_limit)} of disk per node: the smallest that fits all "
+            f"else ({least.label}) needs {show_bytes(least.disk * question.ranks_per_node)}. Pass a larger "
+            "disk_limit=, or let more rest on the host (host_bytes= of the offload)."
+        )
     if on_device and not question.shared:
         least = min(on_device, key=lambda one: one.host)
         node = least.host * question.ranks_per_node

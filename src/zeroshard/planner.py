@@ -102,6 +102,8 @@ class Question:
         they are."""
         own = self.options.offload is not None and placing == placing_of(self.options.offload)
         offload = self.options.offload if own else _OFFLOADS[placing]
+        if offload is not None and offload.automatic and offload.host_bytes is None and self.host_limit:
+            offload = replace(offload, host_bytes=int(self.host_share))
         patterns = self.options.recompute
         made = replace(
             self.options,
@@ -273,10 +275,12 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
         sent,
         seconds.parts,
         seconds.step,
-        _fits(question, peak.total, host),
+        _fits(question, peak.total, host, setup.held.disk),
         settings_of(options),
         asdict(setup.held),
-        numerics="rounding" if rounds else "exact",
+        setup.held.disk,
+        "rounding" if rounds else "exact",
+        [list(asdict(place).values()) for place in setup.places] if offload and offload.automatic else [],
     )
 
 
@@ -286,10 +290,11 @@ def with_margin(question: Question, moment: Moment) -> Moment:
     return Moment(moment.where, moment.kinds | {"margin": margin}) if margin else moment
 
 
-def _fits(question: Question, device: int, host: int) -> bool:
+def _fits(question: Question, device: int, host: int, disk: int) -> bool:
     if question.shared:
         device += host
-    return device <= question.limit and host <= question.host_share
+    room = math.inf if question.disk_limit is None else question.disk_limit / question.ranks_per_node
+    return device <= question.limit and host <= question.host_share and disk <= room
 
 
 def moments_of(question: Question, options: Options) -> list[Moment]:
