@@ -18,9 +18,9 @@ import zeroshard as zs
 from zeroshard.balance import heaviest, imbalance
 from zeroshard.config import Options
 from zeroshard.layout import FlatPack, Pack
-from zeroshard.memory import Setup, buffers_of, closed_form, gathered
+from zeroshard.memory import Setup, buffers_of, gathered
 from zeroshard.planning import blocks_of, rules_of
-from zeroshard.shapes import Block, Weight
+from zeroshard.shapes import Block, Weight, closed_form
 from zeroshard.testing import ranks
 
 

@@ -1,13 +1,11 @@
 """How many bytes a rank holds, for what, and when. Integers only: no torch, no memory, any number of ranks.
 
 `buffers_of` repeats, size by size, what `build` allocates: for a run on the CPU its figures are those of
-`run.stats()`, to the byte. `closed_form` is the ZeRO paper's table, for orientation: it knows neither
-padding nor buffers.
+`run.stats()`, to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -17,15 +15,39 @@ from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .lending import Sizes, most_lent
-from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
+from .placement import (
+    Budget,
+    Buffering,
+    Bytes,
+    Demand,
+    Place,
+    Placement,
+    Rest,
+    Wish,
+    arrange,
+    parameter_rests,
+)
 from .routes import codec_for
-from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
+from .shapes import (
+    BLOCK,
+    GRAIN,
+    ROOT,
+    WIDTHS,
+    Block,
+    Bucket,
+    Buffers,
+    Bundle,
+    Part,
+    Rule,
+    Weight,
+    block_bytes,
+    staging_bytes,
+)
 from .wires import Sort, gradients_of
 
 if TYPE_CHECKING:
     from .codec import Codec
 
-BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
 
@@ -290,18 +312,6 @@ class Setup:
         return replace(slot, split="rows") if self.world > 1 and slot.split == "copy" and slot.shape else slot
 
 
-def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:
-    """The ZeRO paper's table: bytes of a rank for `numel` parameters that take `width` bytes, as do their
-    gradients, and `state` bytes of optimizer state each (fp32 master and Adam: 12). Without padding,
-    gathered units, buckets and activations.
-
-    >>> [round(closed_form(7_500_000_000, 64, stage) / 1e9, 2) for stage in range(4)]
-    [120.0, 31.41, 16.64, 1.88]
-    """
-    shared = [state * (stage >= 1), width * (stage >= 2), width * (stage >= 3)]
-    return numel * (2 * width + state - sum(shared) + sum(shared) / world)
-
-
 def buffers_of(setup: Setup) -> Buffers:
     """Every lasting buffer of a rank once its run has taken a step or two."""
     return (
@@ -340,8 +350,8 @@ def _host(setup: Setup) -> Buffers:
         else:
             host += part.state_bytes(int8)
         host += _landed_bytes(setup, part)
-    staging = min(offload.stages, len(staged) + 1) * aligned(max(staged), 64) if staged else 0
-    staging += _blocks([part for part in setup.parts if part.paged])
+    staging = staging_bytes(staged, offload.stages)
+    staging += block_bytes([part for part in setup.parts if part.paged])
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
     return Buffers(host=host + berths + moments, staging=staging, disk=sum(disk))
 
@@ -350,7 +360,8 @@ def placed(setup: Setup) -> Placement:
     """What ``auto`` comes to: every unit's bytes in each tier, within the budgets of the options."""
     offload = setup.options.offload
     assert offload is not None
-    wish = Wish(offload.optimizer, offload.parameters, _parameter_rests(setup, offload.path is not None))
+    rests = parameter_rests(setup.world, setup.options.shards_params, offload.path is not None)
+    wish = Wish(offload.optimizer, offload.parameters, rests)
     budget = Budget(offload.device_bytes, offload.host_bytes, None if offload.path is not None else 0)
     demands, buffering = demands_of(setup)
     return arrange(demands, budget, wish, buffering)
@@ -374,19 +385,7 @@ def demands_of(setup: Setup) -> tuple[list[Demand], Buffering]:
         demands.append(Demand(unit.label, Bytes(*state), Bytes(*weights)))
     passing = _host(disk).host - _moments(disk, host=True)  # and gradients that the loop sees
     lent = gathered(host) if setup.world == 1 else 0
-    return demands, Buffering(lent, _host(host).staging, passing, _blocks(disk.parts))
-
-
-def _blocks(parts: Sequence[Part]) -> int:
-    """The ring that weights on the disk pass through."""
-    return BLOCKS * min(REQUEST, max((part.weight_bytes() for part in parts), default=0))
-
-
-def _parameter_rests(setup: Setup, disk: bool) -> tuple[Rest, ...]:
-    """The tiers that parameters can rest in: the device where they stay whole, the disk on one rank."""
-    if setup.world > 1 and not setup.options.shards_params:
-        return ("device",)
-    return ("device", "host", "disk") if setup.world == 1 and disk else ("device", "host")
+    return demands, Buffering(lent, _host(host).staging, passing, block_bytes(disk.parts))
 
 
 def _landed_bytes(setup: Setup, part: Part) -> int:

@@ -173,6 +173,13 @@ class Wish:
         return self.parameter_rests if what == "parameters" else RESTS
 
 
+def parameter_rests(world: int, sharded: bool, disk: bool) -> tuple[Rest, ...]:
+    """The tiers that parameters can rest in: the device where ranks keep them whole, the disk on one rank."""
+    if world > 1 and not sharded:
+        return ("device",)
+    return RESTS if world == 1 and disk else ("device", "host")
+
+
 ANYWHERE, UNBUFFERED = Wish(), Buffering()
 
 

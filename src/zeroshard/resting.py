@@ -18,6 +18,7 @@ from .config import Offload, Options
 from .memory import Setup
 from .placement import Placement
 from .planning import blocks_of, rules_of
+from .promise import Promise
 from .units import find_units
 
 log = logging.getLogger("zeroshard")
@@ -29,11 +30,12 @@ def resting(
     optimizers: Sequence[Optimizer],
     options: Options,
     transport: Transport,
-    planned: Placement | None = None,
+    promise: Promise | None = None,
 ) -> Placement:
     """All ranks call it. With ``auto`` the sizes of the rank that holds most decide for all, unless a plan
     has decided already. Rank 0 shows what was decided."""
     offload = options.offload
+    planned = promise.plan.chosen.placement if promise is not None else None
     if planned is not None:
         return planned
     if offload is None or not offload.automatic:
