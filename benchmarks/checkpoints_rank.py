@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.checkpoint import PendingSave, disk
 
-WIDTH = 2048
+WIDTH, ROWS = 2048, 64
 
 
 class Bench:
@@ -37,7 +37,7 @@ class Bench:
         self.beside = dist.new_group(backend="gloo")  # its thread and our barriers must not meet
 
     def step(self) -> None:
-        self.model(torch.ones(1, WIDTH)).square().mean().backward()
+        self.model(torch.ones(ROWS, WIDTH)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -152,17 +152,37 @@ def one_round(bench: Bench, repeat: int, sync: bool, note: Callable[[str, dict[s
 
 
 def background(bench: Bench, name: str, sync: bool, note: Callable[[str, dict[str, float]], None]) -> None:
-    """How long the call holds training up, then how long the next update has to wait, then the rest."""
+    """How long the call holds training up and how long the next update waits for the copy; how long that step
+    takes beside the save, and one without a save; then the rest."""
+    alone = timed(bench.step)
     whole: dict[str, float] = {}
+    waited = [0.0]
     with syncing(sync), measured(whole):
         began = time.perf_counter()
         wait = getattr(bench, f"begin_{name}")(sync)
         held = time.perf_counter() - began
+        runtime = bench.run._runtime
+        reader = runtime.reader
+
+        def read() -> None:
+            waited[0] = timed(reader) if reader is not None else 0.0
+
+        if reader is not None:
+            runtime.reader = read
+        beside = timed(bench.step)
         wait()
     board: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(board, held)
-    note(f"begin {name}", {"seconds": max(board), "cpu": 0.0, "extra": 0.0})
+    dist.all_gather_object(board, [held + waited[0], held, waited[0], alone, beside])
+    kinds = ("held up", "held up by the call", "held up by the copy", "step alone", "step beside")
+    for what, values in zip(kinds, zip(*board, strict=True), strict=True):
+        note(f"{what} {name}", {"seconds": max(values), "cpu": 0.0, "extra": 0.0})
     note(f"background {name}", whole)
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def clear(path: Path) -> None:
@@ -182,12 +202,11 @@ def main() -> None:
     asked = parser.parse_args()
     bench = Bench(asked.megabytes, asked.folder)
     rows: list[dict[str, Any]] = []
-    for repeat in range(-1, asked.repeats):  # the first, unrecorded, warms all of them up
+    for repeat in range(-1, asked.repeats):  # the first warms all of them up
         for sync in (True, False):
 
             def note(what: str, found: dict[str, float], sync: bool = sync, repeat: int = repeat) -> None:
-                if repeat >= 0:
-                    rows.append({"what": what, "sync": sync, "repeat": repeat, **found})
+                rows.append({"what": what, "sync": sync, "repeat": repeat, **found})
 
             one_round(bench, max(repeat, 0), sync, note)
     total = sum(tensor.nbytes for tensor in bench.local().values())

@@ -1,13 +1,14 @@
 """Times encode and decode of every codec.
 
-    python benchmarks/micro_codec.py --threads 1 2 --out          # writes results/<date>-cpu-codec.json and
-    .md python benchmarks/micro_codec.py --device cuda --out
+    python benchmarks/micro_codec.py --threads 1 2 --out     # results/<date>-cpu-codec.json and .md
+    python benchmarks/micro_codec.py --device cuda --out
 
 GB/s are gigabytes of fp32 values encoded, or decoded, a second; on the CPU for each thread. `memory` is what
-a codec has to read and write, at least, over what a plain copy moves in the same time (on a GPU also against
-the bandwidth that the maker states, if --peak gives it in TB/s). Codecs and the copy take turns, round by
-round; the best round counts, which a busy machine disturbs least, and the median is in the JSON. `--busy`
-takes processor time in place of wall time, where others use the machine too."""
+a codec has to read and write, at least, over what a plain copy moves in the same time (on a GPU the bars are
+judged against the bandwidth that the maker states, if --peak gives it in TB/s). Codecs and the copy take
+turns, round by round; the best round counts, which a busy machine disturbs least, and the median is in the
+JSON. `--busy` takes processor time in place of wall time, where others use the machine too. `error` is the
+norm of what one sending of normally distributed values loses, over the norm of the values."""
 
 from __future__ import annotations
 
@@ -130,6 +131,20 @@ def measure(numel: int, device: str, threads: int, rounds: int, busy: bool) -> l
     return rows
 
 
+def losses(numel: int = 1 << 20) -> dict[str, dict[str, float]]:
+    """How many times fewer bytes than fp32, and how much of normally distributed values one sending loses."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for codec in CODECS:
+        error = (codec.round_trip(values) - values).norm() / values.norm()
+        found[repr(codec)] = {
+            "fewer_bytes": 4 * numel / codec.wire_bytes(numel),
+            "relative_error": float(error),
+            "state_bytes_per_value": codec.state_bytes(numel) / numel,
+        }
+    return found
+
+
 def missed(rows: list[Row], device: str, peak: float | None) -> list[str]:
     """The bars that were not reached, in words."""
     faults = []
@@ -145,11 +160,11 @@ def missed(rows: list[Row], device: str, peak: float | None) -> list[str]:
     return faults
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], lost: dict[str, dict[str, float]]) -> str:
     """Markdown, a line for each codec and number of threads."""
     lines = [
-        "| codec | threads | encode, GB/s (memory ÷ copy) | decode | decode and add |",
-        "|---|---|---|---|---|",
+        "| codec | × fewer bytes | error | threads | encode, GB/s (memory ÷ copy) | decode | decode, add |",
+        "|---|---|---|---|---|---|---|",
     ]
     keys = dict.fromkeys((row["codec"], row["threads"]) for row in rows if row["work"] != "copy")
     for codec, threads in keys:
@@ -158,12 +173,11 @@ def table(rows: list[Row]) -> str:
             for row in rows
             if (row["codec"], row["threads"]) == (codec, threads)
         ]
-        lines.append(f"| `{codec}` | {threads} | {' | '.join(cells)} |")
+        facts = f"{lost[codec]['fewer_bytes']:.2f} | {lost[codec]['relative_error']:.1e}"
+        lines.append(f"| `{codec}` | {facts} | {threads} | {' | '.join(cells)} |")
     lines.append("")
     for row in (row for row in rows if row["work"] == "copy"):
-        lines.append(
-            f"Copy with {row['threads']} threads: {row['memory_gb_per_s']:.1f} GB/s read and written."
-        )
+        lines.append(f"Copy, threads {row['threads']}: {row['memory_gb_per_s']:.1f} GB/s read and written.")
     return "\n".join(lines)
 
 
@@ -197,6 +211,7 @@ def main() -> None:
     for threads in options.threads if device == "cpu" else [1]:
         rows += measure(numel, device, threads, options.rounds, options.busy)
     faults = missed(rows, device, options.peak)
+    lost = losses()
     kernels = loader.kernels()
     facts = {
         "date": time.strftime("%Y-%m-%d"),
@@ -208,11 +223,12 @@ def main() -> None:
         "kernels": "torch fallback" if kernels is None else kernels.limit(),
         "clock": "processor time" if options.busy and device == "cpu" else "wall time",
         "numel": numel,
+        "losses": lost,
         "rows": rows,
         "missed": faults,
     }
     words = [f"MISSED {fault}" for fault in faults] or ["All bars are reached."]
-    text = "\n".join([table(rows), "", *words])
+    text = "\n".join([table(rows, lost), "", *words])
     print(text)
     if options.out is not None:
         write(Path(options.out or HERE / "results" / f"{facts['date']}-{device}-codec.json"), facts, text)

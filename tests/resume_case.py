@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,89 @@ from torch import Tensor
 
 import zeroshard as zs
 from zeroshard.checkpoint import PendingSave, Saved
+from zeroshard.sync import AdaptivePace
 
-HALF = 10
+HALF, ROWS = 10, 12  # steps of a half and rows of a batch, unless a function is told otherwise
+GPT = Recipe()
+MLP = Recipe(model="mlp")
+DECAYED = Recipe(scheduler="after")
+SCALED = Recipe(model="mlp", scaled=True, infinite=(6, 12))  # an overflow in each half
+CLIPPED = {"clip_norm": 0.5, "precision": "bf16"}
+BELOW = {"clip_norm": math.inf}
+LOCAL = zs.Local(steps=5)
+SWITCH = 5  # the step at which adaptive runs change over: what they measure would differ each time
+
+
+@dataclass(frozen=True)
+class Disk:
+    """`Offload` with a folder of its own on the disk, made by each rank."""
+
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, **options: Any) -> Disk:
+        return cls(tuple(options.items()))
+
+    def offload(self, path: str) -> zs.Offload:
+        return zs.Offload(threads=1, stage_bytes=4096, path=path, **dict(self.options))
+
+
+def host(**options: Any) -> zs.Offload:
+    return zs.Offload(threads=1, **options)
+
+
+# Every kind of state that a run can have: a recipe and the options of `shard`. Each goes on with the same
+# bits at the same number of ranks.
+MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
+    **{f"stage {stage}": (DECAYED, {"stage": stage, "precision": "bf16"}) for stage in (0, 1, 2, 3)},
+    "fp32, stage 3": (GPT, {"stage": 3}),
+    "accumulation": (Recipe(accumulate=2, no_sync=True), {"stage": 2}),
+    **{f"{name}, stage 2": (Recipe(optimizer=name), {"stage": 2}) for name in ("sgd", "muon", "adafactor")},
+    "fp16 scaler": (SCALED, {"stage": 2, "precision": "fp16"}),
+    "fp16 scaler, host": (SCALED, {"stage": 2, "precision": "fp16", "offload": host()}),
+    "host, plain master": (DECAYED, {**BELOW, "stage": 3, "precision": "bf16", "offload": host()}),
+    "host, split master, clipped": (GPT, {**CLIPPED, "stage": 2, "offload": host(master="split")}),
+    "host, 8-bit moments": (GPT, {**CLIPPED, "stage": 3, "offload": host(moments="int8")}),
+    "host, the optimizer's own step": (GPT, {"stage": 1, "offload": host()}),
+    "host, parameters too": (GPT, {**BELOW, "stage": 3, "offload": host(parameters="host")}),
+    "host, momentum": (Recipe(optimizer="sgd"), {**BELOW, "offload": host()}),
+    "disk": (GPT, {**BELOW, "stage": 3, "precision": "bf16", "offload": Disk.of(optimizer="disk")}),
+    "disk, split master, clipped": (
+        DECAYED, {**CLIPPED, "stage": 2, "offload": Disk.of(optimizer="disk", master="split")}
+    ),
+    "disk, 8-bit moments": (
+        GPT, {**CLIPPED, "stage": 3, "offload": Disk.of(optimizer="disk", moments="int8")}
+    ),
+    "disk, momentum": (Recipe(optimizer="sgd"), {**BELOW, "stage": 2, "offload": Disk.of(optimizer="disk")}),
+    "auto: device, host and disk": (
+        GPT,
+        {**CLIPPED, "stage": 3,
+         "offload": Disk.of(optimizer="auto", stages=2, device_bytes=50_000, host_bytes=75_000)},
+    ),
+    "delayed, stage 2": (GPT, {"stage": 2, "sync": zs.Delayed()}),
+    "delayed, stage 3, host": (GPT, {**BELOW, "stage": 3, "sync": zs.Delayed(), "offload": host()}),
+    "local": (DECAYED, {"stage": 0, "sync": LOCAL}),
+    "local, rates": (GPT, {"stage": 0, "sync": zs.Local(steps=5, rates=(1.0, 0.5))}),
+    "adaptive": (GPT, {"stage": 0, "sync": zs.Adaptive(choices=(zs.EveryStep(), LOCAL), window=500)}),
+    "adaptive, delayed": (
+        GPT, {"stage": 2, "sync": zs.Adaptive(choices=(zs.Delayed(), zs.EveryStep()), window=500)}
+    ),
+    "int8 with feedback": (GPT, {"stage": 2, "compress": zs.Int8(feedback=True)}),
+    "top-k": (GPT, {"stage": 3, "compress": zs.TopK(ratio=0.05)}),
+    "1-bit": (GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4)}),
+    "int8 with feedback, host": (
+        GPT, {**BELOW, "stage": 2, "compress": zs.Int8(feedback=True), "offload": host()}
+    ),
+}  # fmt: skip
+# Those that stand for the others too; `benchmarks/resume.py` has them all.
+SHORT = [
+    *(f"stage {stage}" for stage in (0, 1, 2, 3)),
+    *("sgd, stage 2", "muon, stage 2", "adafactor, stage 2", "accumulation", "fp16 scaler"),
+    *("host, plain master", "host, split master, clipped", "host, 8-bit moments", "host, momentum"),
+    *("host, the optimizer's own step", "disk, split master, clipped", "disk, 8-bit moments"),
+    *("auto: device, host and disk", "delayed, stage 3, host", "local, rates", "adaptive"),
+    *("int8 with feedback", "top-k"),
+]
 
 
 @dataclass
@@ -30,12 +114,13 @@ class Half:
     extra: dict[str, Any] = field(default_factory=dict)
     draws: list[float] = field(default_factory=list)  # random numbers, right after the save or the load
     held: dict[str, Tensor] = field(default_factory=dict)  # whole weights and moments, at that moment
+    rests: set[str] = field(default_factory=set)  # tiers in use
 
 
 class Cut:
     """A run on this rank, at a step of its own. The batch of a step is the same for any number of ranks."""
 
-    def __init__(self, recipe: Recipe, options: dict[str, Any], rows: int = 12) -> None:
+    def __init__(self, recipe: Recipe, options: dict[str, Any], rows: int = ROWS) -> None:
         self.recipe, self.rows = recipe, rows
         self.losses: list[float] = []
         self.draws: list[float] = []
@@ -44,6 +129,10 @@ class Cut:
         self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         self.model = models.build(recipe.model)
         self.steppers = optimizers(recipe.optimizer, self.model)
+        self.scratch = tempfile.TemporaryDirectory(prefix="zeroshard-resume-")
+        offload = options.get("offload")
+        if isinstance(offload, Disk):
+            options = {**options, "offload": offload.offload(self.scratch.name)}
         self.loop = Loop(recipe, self.model, self.steppers)
         if recipe.scheduler:
             self.loop.schedules = [recipes.scheduler(s) for s in self.steppers]
@@ -58,11 +147,17 @@ class Cut:
 
     def train(self, first: int, last: int) -> None:
         kind = models.MLP if self.recipe.model == "mlp" else models.GPT
+        pace = self.run._runtime.pace
         for step in range(first, last):
-            batch = kind.batch(self.rows, seed=step).chunk(self.world)[self.rank]
-            infinite = step in self.recipe.infinite and self.rank == self.world - 1
-            loss = loss_of(self.recipe, self.model, batch, infinite)
-            self.loop.scaler.scale(loss).backward()
+            if step == SWITCH and isinstance(pace, AdaptivePace):
+                pace._switch(1, "the case says so")
+            for micro in range(self.recipe.accumulate):
+                whole = kind.batch(self.rows, seed=step + 1000 * micro)
+                infinite = step in self.recipe.infinite and self.rank == self.world - 1
+                last = micro == self.recipe.accumulate - 1
+                with nullcontext() if last else self.run.no_sync():
+                    loss = loss_of(self.recipe, self.model, whole.chunk(self.world)[self.rank], infinite)
+                    self.loop.scaler.scale(loss).backward()
             self.losses.append(loss.item())
             self.loop._update()
 
@@ -84,8 +179,10 @@ class Cut:
 
     def end(self, extra: dict[str, Any] | None = None) -> Half:
         weights = self.weights()
+        rests = {tier for tier in ("device", "host", "disk") if self.run.placement.has(tier)}
         self.run.close()
-        return Half(weights, self.losses, extra or {}, self.draws, self.held)
+        self.scratch.cleanup()
+        return Half(weights, self.losses, extra or {}, self.draws, self.held, rests)
 
 
 def seed(value: int) -> None:
@@ -93,24 +190,31 @@ def seed(value: int) -> None:
         draw(value)
 
 
-def whole(recipe: Recipe, options: dict[str, Any]) -> Half:
-    """Twenty steps in one go."""
-    cut = Cut(recipe, options)
-    cut.train(0, 2 * HALF)
+def whole(recipe: Recipe, options: dict[str, Any], half: int = HALF, rows: int = ROWS) -> Half:
+    """Both halves in one go."""
+    cut = Cut(recipe, options, rows)
+    cut.train(0, 2 * half)
     return cut.end()
 
 
-def first(path: Path, recipe: Recipe, options: dict[str, Any], background: bool = False) -> Half:
-    """Ten steps and a save; five more beside a background save."""
-    cut = Cut(recipe, options)
+def first(
+    path: Path,
+    recipe: Recipe,
+    options: dict[str, Any],
+    background: bool = False,
+    half: int = HALF,
+    rows: int = ROWS,
+) -> Half:
+    """Half of the steps and a save; five more beside a background save."""
+    cut = Cut(recipe, options, rows)
     seed(7 + cut.rank)
-    cut.train(0, HALF)
+    cut.train(0, half)
     saved = cut.run.save(
-        path, extra={"at": HALF, "order": torch.arange(3)}, background=background, **cut.company
+        path, extra={"at": half, "order": torch.arange(3)}, background=background, **cut.company
     )
     if background:
         assert isinstance(saved, PendingSave)
-        cut.train(HALF, HALF + 5)
+        cut.train(half, half + 5)
         saved = saved.wait()
     assert isinstance(saved, Saved)
     if not background:
@@ -119,14 +223,49 @@ def first(path: Path, recipe: Recipe, options: dict[str, Any], background: bool 
 
 
 def second(
-    path: Path, recipe: Recipe, options: dict[str, Any], strict: bool = True, again: Path | None = None
+    path: Path,
+    recipe: Recipe,
+    options: dict[str, Any],
+    strict: bool = True,
+    again: Path | None = None,
+    half: int = HALF,
+    rows: int = ROWS,
 ) -> Half:
     """A fresh run that goes on from the checkpoint, and first saves it again where it is asked to."""
-    cut = Cut(recipe, options)
+    cut = Cut(recipe, options, rows)
     seed(99)
     extra = cut.run.load(path, strict=strict, **cut.company)
     if again is not None:
         cut.run.save(again, **cut.company)
     cut.note()
-    cut.train(HALF, 2 * HALF)
+    cut.train(half, 2 * half)
     return cut.end(extra)
+
+
+def by_hand(recipe: Recipe, worlds: tuple[int, int], half: int = HALF, rows: int = ROWS) -> dict[str, Tensor]:
+    """The same training in plain PyTorch and one process: the batch cut as for so many ranks in the first and
+    in the second half, gradients averaged in rank order."""
+    model = models.build(recipe.model)
+    steppers = optimizers(recipe.optimizer, model)
+    params = list(model.parameters())
+    kind = models.MLP if recipe.model == "mlp" else models.GPT
+    for step in range(2 * half):
+        world = worlds[step >= half]
+        total: list[Tensor] = []
+        for part in kind.batch(rows, seed=step).chunk(world):
+            grads = torch.autograd.grad(loss_of(recipe, model, part, False), params)
+            total = [a + b for a, b in zip(total, grads, strict=True)] if total else list(grads)
+        for param, grad in zip(params, total, strict=True):
+            param.grad = grad * (1.0 / world)
+        for stepper in steppers:
+            stepper.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def without_key_bias(name: str, difference: Tensor) -> Tensor:
+    """A difference of weights without the bias of attention's keys, which changes nothing: softmax takes the
+    same off all of them. Its gradient is zero but for rounding, and Adam makes steps of any gradient."""
+    if not name.endswith("qkv.bias"):
+        return difference
+    width = len(difference) // 3
+    return torch.cat([difference[:width], difference[2 * width :]])

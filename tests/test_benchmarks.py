@@ -124,3 +124,26 @@ def test_bars_are_those_of_the_model(pure: SimpleNamespace) -> None:
     ]
     assert ("zs-3-gloo", 0.7) in {(bar.subject, bar.factor) for bar in pure.bars.bars_for("gpt-124m", stages)}
     assert pure.bars.bars_for("gpt-27m", ["ddp"]) == ()
+
+
+def test_codec_benchmark_measures_and_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("micro_codec")
+    for name in ("micro_codec", "provenance"):  # (torch, which it imports, must stay)
+        sys.modules.pop(name)
+    rows = bench.measure(5000, "cpu", 1, 1, busy=True)
+    assert len(rows) == 1 + 3 * len(bench.CODECS)
+    assert all(row["gb_per_s_thread"] > 0 for row in rows)
+    lost = bench.losses(10_000)
+    assert lost["Int8(block=256, feedback=False, stochastic=False)"]["fewer_bytes"] >= 3.9
+    assert 0.0 < lost["Cast(dtype='bfloat16')"]["relative_error"] < 2**-8
+    assert bench.table(rows, lost).count("Int8(") == 3
+    slow = {"codec": "Int8(…)", "work": "encode", "threads": 1, "gb_per_s_thread": 0.5}
+    gpu = {"codec": "Int4(…)", "work": "add", "threads": 1, "memory_gb_per_s": 2e3, "memory_over_copy": 0.7}
+    assert bench.missed([slow], "cpu", None) == [
+        "Int8(…) encode, 1 threads: 0.50 GB/s a thread, 1.0 are asked for"
+    ]
+    assert bench.missed([gpu], "cuda", None) == []
+    assert bench.missed([gpu], "cuda", 4.8) == [
+        "Int4(…) add, 1 threads: 42% of the memory's bandwidth, 60% are asked for"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from checkpoint_ranks import model, save_as
 from safetensors.torch import load_file
 
+import zeroshard as zs
 from zeroshard import cli
 from zeroshard.checkpoint import Alone, Held, Snapshot, save
 
@@ -93,6 +95,30 @@ def test_inspect_compares_with_a_model(folder: Path, capsys: pytest.CaptureFixtu
     ):
         assert cli.main(["inspect", "1", "--against", factory]) == 1
         assert reason in capsys.readouterr().err
+
+
+def test_inspect_shows_options_and_gives_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(network.parameters())
+    offload = zs.Offload(threads=1, stage_bytes=4096)
+    run = zs.shard(network, optimizer, stage=1, offload=offload, clip_norm=math.inf)
+    run.save("1")
+    run.close()
+    assert cli.main(["inspect", "1"]) == 0
+    text = capsys.readouterr().out.replace("\n", " ")
+    assert "options: stage=1, offload=Offload(optimizer=host, parameters=device" in text
+    assert "clip_norm=float(value=inf)" in text
+    assert "bucket_bytes" not in text
+    assert cli.main(["inspect", "1", "--plan"]) == 1
+    assert "holds no plan: its run was given options" in capsys.readouterr().err
+    run = zs.shard(network, optimizer, limit="64MiB", batch=torch.ones(2, 4))
+    plan = run.plan
+    run.save("2")
+    run.close()
+    assert cli.main(["inspect", "2", "--plan"]) == 0
+    (folder / "plan.json").write_text(capsys.readouterr().out)
+    assert plan is not None
+    assert zs.Plan.read(folder / "plan.json") == plan
 
 
 def test_inspect_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,6 +213,7 @@ def test_a_disk_that_fills_up(small_disk: Path, monkeypatch: pytest.MonkeyPatch)
     text = refused_save(small_disk / "1", big(3))
     assert "the disk is full" in text
     assert FILE in text
+    assert "It was at `w` (parameter)." in text
     assert f"{small_disk}/1 is as it was." in text
     assert os.listdir(small_disk) == ["1"]
     assert intact(small_disk)

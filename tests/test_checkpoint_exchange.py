@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_ranks import model, save_as
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zeroshard.checkpoint import Alone, Held, Snapshot, export, import_weights, load, read_manifest, verify
+from zeroshard.checkpoint import (
+    Alone,
+    Held,
+    Snapshot,
+    export,
+    import_weights,
+    load,
+    read_manifest,
+    save,
+    verify,
+)
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.errors import CheckpointError
 
@@ -91,6 +103,43 @@ def test_rows_larger_than_a_chunk_are_exported_in_parts(
     assert max(parts) <= 2 * 256
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], wide.double())
     assert verify(tmp_path / "1").ok
+
+
+def grown_by(work: Callable[[], object]) -> int:
+    """Bytes by which the peak of this process's resident memory lies above what it had before."""
+
+    def resident(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
+def made_as_read(name: str, rows: int) -> Held:
+    """A tensor of 4 KiB a row that is nowhere in memory."""
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        return torch.arange(start, stop, dtype=torch.float32).view(-1, 1).expand(-1, 1024).contiguous()
+
+    return Held(name, "parameter", (rows, 1024), "float32", (0, rows), read, lambda start, rows: None)
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """512 MiB in two tensors pass through less than 128 MiB of memory, whatever is done with them."""
+    tensors = Snapshot([made_as_read("large", 96 << 10), made_as_read("small", 32 << 10)])
+    peaks = {
+        "save": grown_by(lambda: save(tmp_path / "1", tensors, Alone())),
+        "verify": grown_by(lambda: verify(tmp_path / "1")),
+        "export": grown_by(lambda: export(tmp_path / "1", tmp_path / "out", dtype="bfloat16")),
+        "import": grown_by(lambda: import_weights(tmp_path / "out", tmp_path / "2")),
+    }
+    assert max(peaks.values()) < 128 << 20, peaks
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        rounded = torch.arange(40000.0, 40002.0).bfloat16()
+        assert torch.equal(file.get_slice("large")[40000:40002, 7], rounded)
 
 
 def test_importing_safetensors_and_loading_it(tmp_path: Path) -> None:

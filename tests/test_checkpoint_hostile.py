@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import struct
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoint_ranks import blank, held, model, saved_once
+from hostile_case import FILE, fuzz_headers, fuzz_manifests, fuzz_sources, signed
 
 from zeroshard.checkpoint import (
     Alone,
-    Held,
     Snapshot,
     clean,
     export,
@@ -27,24 +24,11 @@ from zeroshard.checkpoint import (
     latest,
     load,
     read_manifest,
-    save,
     verify,
 )
-from zeroshard.checkpoint.manifest import LIMIT, decode
-from zeroshard.checkpoint.sources import open_source
-from zeroshard.checkpoint.tensorfile import HEADER_LIMIT, parse_header
+from zeroshard.checkpoint.manifest import LIMIT
+from zeroshard.checkpoint.tensorfile import HEADER_LIMIT
 from zeroshard.errors import CheckpointError
-
-FILE = "rank-00000-of-00001.safetensors"
-
-
-def signed(text: bytes) -> bytes:
-    """A manifest with a right checksum, whatever it says."""
-    start = text.find(b'{"checksum":"') + 13
-    if start < 13 or len(text) < start + 8:
-        return text
-    zeroed = text[:start] + b"00000000" + text[start + 8 :]
-    return text[:start] + b"%08x" % zlib.crc32(zeroed) + text[start + 8 :]
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -192,132 +176,23 @@ def test_names_with_control_characters_are_shown_escaped(folder: Path) -> None:
     assert len(text) < 3000
 
 
-# Ten thousand mutations.
-
-POISON = (
-    None, True, -1, 0, 1, 1 << 31, 1 << 59, 1 << 63, 1 << 200, 0.5, 1e308, "", "x", "../../x",
-    "\ud800", "0" * 64, [], {}, [[]], [0], [0, 1 << 58],
-    {"$tensor": "x"}, {"$pairs": [[[], 0]]}, {"$bytes": "é"}, [[[[[[[]]]]]]],
-)  # fmt: skip
-
-
-def nodes(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a tree."""
-    found = []
-    todo = [tree]
-    while todo:
-        item = todo.pop()
-        pairs = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
-        for key, child in pairs:
-            found.append((item, key))
-            todo.append(child)
-    return found
-
-
-def poisoned(tree: Any, chance: random.Random) -> Any:
-    """A copy of a tree with one to three of its nodes replaced, removed or doubled."""
-    tree = json.loads(json.dumps(tree))
-    for _ in range(chance.randint(1, 3)):
-        places = nodes(tree)
-        if not places:
-            return tree
-        container, key = chance.choice(places)
-        way = chance.random()
-        if way < 0.7:
-            container[key] = chance.choice(POISON)
-        elif way < 0.85:
-            del container[key]
-        elif isinstance(container, list):
-            container.insert(key, container[key])
-    return tree
-
-
-def scrambled(text: bytes, chance: random.Random) -> bytes:
-    """The text with a few bytes changed, inserted, removed, or its end cut off."""
-    data = bytearray(text)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(data)) if data else 0
-        way = chance.random()
-        if way < 0.4 and data:
-            data[at] = chance.randrange(256)
-        elif way < 0.6:
-            data[at:at] = chance.choice([b"9", b"-", b"[", b"}", b'"', b"\x00", b"1e9", b"\\ud800"])
-        elif way < 0.8:
-            del data[at : at + chance.randint(1, 9)]
-        else:
-            del data[at:]
-    return bytes(data)
-
-
-def small(folder: Path) -> tuple[bytes, Snapshot]:
-    tensors = [Held.of("w", "parameter", torch.ones(5, 2)), Held.of("s", "state:step", torch.ones(()))]
-    values = {"step": 4, "extra": {"t": torch.ones(3), "nan": float("nan"), "pairs": {1: (2,)}, "raw": b"x"}}
-    save(folder, Snapshot(tensors, values, {"seed": 1}), Alone())
-    return (folder / "manifest.json").read_bytes(), Snapshot(tensors)
-
-
-def mutated_manifest(text: bytes, tree: Any, chance: random.Random) -> bytes:
-    if chance.random() < 0.5:
-        return signed(scrambled(text, chance))
-    data = poisoned(tree, chance)
-    line = json.dumps(data).replace('{"checksum": "', '{"checksum":"', 1)
-    return signed(line.encode())
+# Ten thousand mutants; `benchmarks/fuzz.py` tries as many as one likes.
 
 
 def test_six_thousand_mutated_manifests(tmp_path: Path) -> None:
-    chance = random.Random(20)
-    text, targets = small(tmp_path / "1")
-    tree = json.loads(text)
-    before = sorted(os.listdir(tmp_path))
-    survivors = 0
-    for _ in range(6000):
-        mutant = mutated_manifest(text, tree, chance)
-        try:
-            decode(mutant, "mutant")
-        except CheckpointError:
-            continue
-        survivors += 1
-        (tmp_path / "1" / "manifest.json").write_bytes(mutant)
-        with suppress(CheckpointError):
-            load(tmp_path / "1", targets, Alone(), strict=False)
-        verify(tmp_path / "1")
-        latest(tmp_path)
-    assert survivors > 100, "the mutations are too coarse to reach the code behind the checks"
-    assert sorted(os.listdir(tmp_path)) == before
-    assert sorted(os.listdir(tmp_path / "1")) == ["manifest.json", FILE]
+    tried = fuzz_manifests(tmp_path, 6000, 20)
+    assert tried.accepted > 100, "the mutations are too coarse to reach the code behind the checks"
 
 
 def test_four_thousand_mutated_headers(tmp_path: Path) -> None:
-    chance = random.Random(21)
-    small(tmp_path / "1")
-    data = (tmp_path / "1" / FILE).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header, body = data[8 : 8 + length], data[8 + length :]
-    tree = json.loads(header)
-    path = tmp_path / "mutant.safetensors"
-    survivors = 0
-    for number in range(4000):
-        mutant = scrambled(header, chance) if number % 2 else json.dumps(poisoned(tree, chance)).encode()
-        claim = (
-            len(mutant)
-            if chance.random() < 0.95
-            else chance.choice([0, 1, 1 << 40, (1 << 64) - 1, len(mutant) + 9])
-        )
-        raw = struct.pack("<Q", claim) + mutant
-        try:
-            parse_header(raw, len(raw) + len(body), path)
-        except CheckpointError:
-            continue
-        survivors += 1
-        path.write_bytes(raw + body)
-        with suppress(CheckpointError), open_source(path) as found:
-            for item in found:
-                item.read(0, item.shape[0] if item.shape else 1)
-        if survivors <= 50:
-            with suppress(CheckpointError):
-                import_weights(path, tmp_path / "out")
-    assert survivors > 100, "the mutations are too coarse to reach the code behind the checks"
-    assert set(os.listdir(tmp_path)) == {"1", "mutant.safetensors", "out"}
+    tried = fuzz_headers(tmp_path, 4000, 21)
+    assert tried.accepted > 100, "the mutations are too coarse to reach the code behind the checks"
+
+
+def test_mutated_files_of_other_libraries(tmp_path: Path) -> None:
+    tried = fuzz_sources(tmp_path, 200, 22)
+    assert tried.refused > 50
+    assert tried.accepted > 5
 
 
 def test_a_mutated_rank_file_under_a_manifest_that_vouches_for_it(folder: Path) -> None:

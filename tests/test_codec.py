@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +192,22 @@ def test_a_codec_of_ones_own_is_one_small_class() -> None:
     assert codec.state_bytes(3) == 12
     assert codec.active(0)
     assert from_settings({"kind": "Signs", "size": 0.1}) == codec
+
+
+def test_the_codec_in_the_documentation_works() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "communication.md").read_text(encoding="utf-8")
+    (block,) = (part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class " in part)
+    names: dict[str, Any] = {"__name__": "documentation"}
+    exec(block, names)
+    codec, state = names["Float8"](), names["Float8"]().state(1000)
+    sent = wanted = torch.zeros(1000, dtype=torch.float64)
+    for step in range(20):
+        sent, wanted = sent + send(codec, normal(1000, step), state), wanted + normal(1000, step)
+    assert (sent - wanted).abs().max() > 0.01
+    assert (sent + state["residual"] - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    found = send(codec, torch.tensor([1.0, float("nan")]), state := codec.state(2))
+    assert found.isnan().tolist() == [False, True]
+    assert state["residual"].isfinite().all()
 
 
 def test_examples_in_docstrings_run() -> None:

@@ -67,17 +67,33 @@ def test_same_choice_among_equals(values: Tensor, both: Callable[[Callable[[], l
 @pytest.mark.parametrize("codec", [Int8(stochastic=True), Int4(block=80), OneBit(), Cast()], ids=repr)
 def test_threads_change_nothing(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codes, "SHARE", 1000)
+    matrix = torch.eye(99, 77)
     alone = steps(codec, 7003, edges=True)
     count = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         together = steps(codec, 7003, edges=True)
+        assert codes.touched(matrix).tolist() == [True] * 77 + [False] * 22
     finally:
         torch.set_num_threads(count)
         codes._workers(3, os.getpid()).close()
         codes._workers.cache_clear()
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one.nan_to_num(123.0), other.nan_to_num(123.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [1, 2, 3, 300, 770])
+def test_same_rows(
+    width: int, dtype: torch.dtype, both: Callable[[Callable[[], list[Tensor]]], None]
+) -> None:
+    matrix = torch.zeros(40, width, dtype=dtype)
+    matrix[3, width - 1] = 1e-7
+    matrix[5, 0] = float("nan")
+    matrix[6] = -0.0
+    matrix[9, width // 2] = -2.0
+    assert codes.touched(matrix).nonzero().flatten().tolist() == [3, 5, 9]
+    both(lambda: [codes.touched(matrix), codes.touched(matrix.T)])
 
 
 def test_wrong_memory_is_refused_before_it_is_touched() -> None:

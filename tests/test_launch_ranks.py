@@ -215,17 +215,15 @@ def test_ctrl_c_arrives_once(script: Write) -> None:
     """The terminal tells the whole process group; said again, it would interrupt the ranks' clean-up."""
     path = script(
         f"""
-interrupts, marked = 0, False
-end = time.monotonic() + 60
+import signal
+interrupts, end = 0, time.monotonic() + 60
+def interrupted(*_):
+    global interrupts, end
+    interrupts, end = interrupts + 1, time.monotonic() + 1
+signal.signal(signal.SIGINT, interrupted)
+{START}
 while time.monotonic() < end:
-    try:
-        if not marked:
-            {START}
-            marked = True
-        time.sleep(0.05)
-    except KeyboardInterrupt:
-        interrupts += 1
-        end = time.monotonic() + 1
+    time.sleep(0.05)
 print("tty", sys.stdout.isatty(), "interrupts", interrupts)
 """
     )
@@ -233,7 +231,6 @@ print("tty", sys.stdout.isatty(), "interrupts", interrupts)
     if pid == 0:
         os.execve(sys.executable, command(f"2, {str(path)!r}"), ENVIRON)
     started(path, 2)
-    time.sleep(0.5)  # both are in their loop: a callback of the interpreter would swallow an interrupt
     os.write(terminal, b"\x03")
     text = b""
     while True:

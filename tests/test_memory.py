@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.balance import heaviest, imbalance
+from zeroshard.balance import closed_form, heaviest, imbalance
 from zeroshard.config import Options
 from zeroshard.layout import FlatPack, Pack
 from zeroshard.memory import Setup, buffers_of, gathered
 from zeroshard.planning import blocks_of, rules_of
-from zeroshard.shapes import Block, Weight, closed_form
+from zeroshard.shapes import Block, Weight
 from zeroshard.testing import ranks
 
 

@@ -22,7 +22,7 @@ from zeroshard.testing import assert_same_bits, ranks
 pytestmark = pytest.mark.ranks
 
 Kind = tuple[int, dict[str, Any]]  # a number of ranks, and options of `shard`
-GPT = Recipe()
+GPT = case.GPT
 HOST = {"offload": zs.Offload(threads=1), "clip_norm": math.inf}
 SPLIT = {"offload": zs.Offload(master="split", threads=1), "clip_norm": 0.5, "precision": "bf16"}
 CODED = {"offload": zs.Offload(moments="int8", threads=1), "clip_norm": 0.5, "precision": "bf16"}
@@ -51,37 +51,11 @@ def check(folder: Path, world: int, recipe: Recipe, **options: Any) -> Half:
     return result
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_goes_on_with_the_same_bits(tmp_path: Path, stage: int) -> None:
-    check(tmp_path, 2, Recipe(scheduler="after"), stage=stage, precision="bf16")
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "muon", "adafactor"])
-def test_every_optimizer_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str) -> None:
-    check(tmp_path, 2, Recipe(optimizer=optimizer), stage=2)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({**HOST, "stage": 3, "precision": "bf16"}, id="plain master"),
-        pytest.param({**SPLIT, "stage": 2}, id="split master, clipped"),
-        pytest.param({**CODED, "stage": 3}, id="8-bit moments"),
-        pytest.param({"offload": zs.Offload(threads=1), "stage": 1}, id="the optimizer's own step"),
-    ],
-)
-def test_host_offload_goes_on_with_the_same_bits(tmp_path: Path, options: dict[str, Any]) -> None:
-    check(tmp_path, 2, GPT, **options)
-
-
-def test_momentum_on_the_host_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    check(tmp_path, 2, Recipe(optimizer="sgd"), **HOST)
-
-
-def test_a_loss_scaler_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """An overflow before the save and one after it: the scale and its count of good steps go along."""
-    recipe = Recipe(model="mlp", scaled=True, infinite=(6, 12))
-    check(tmp_path, 2, recipe, stage=2, precision="fp16")
+@pytest.mark.parametrize("name", case.SHORT)
+def test_every_kind_of_run_goes_on_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    recipe, options = case.MATRIX[name]
+    half = check(tmp_path, 2, recipe, **options)
+    assert half.rests == set(name.partition(": ")[2].replace(" and ", ", ").split(", ")) or ":" not in name
 
 
 def test_a_run_goes_on_while_it_is_saved(tmp_path: Path) -> None:
@@ -112,6 +86,15 @@ def test_another_world_size_goes_on_with_the_same_training(
     half = changed(tmp_path, recipe, (before, {"stage": 3}), (after, {"stage": 2}))
     for name, weight in uninterrupted(2, recipe, stage=3).weights.items():
         torch.testing.assert_close(half.weights[name], weight, rtol=0, atol=1e-6)
+
+
+def test_a_difference_at_another_world_size_is_that_of_plain_pytorch(tmp_path: Path) -> None:
+    """Batches cut for three ranks are rounded otherwise than for two, in plain PyTorch as here: to the bit.
+    What that makes of the weights is below 1e-6, but for numbers that mean nothing to the model."""
+    half = changed(tmp_path, GPT, (2, {"stage": 3}), (3, {"stage": 2}))
+    assert_same_bits(half.weights, case.by_hand(GPT, (2, 3)))
+    for name, weight in uninterrupted(2, GPT, stage=3).weights.items():
+        assert float(case.without_key_bias(name, half.weights[name] - weight).abs().max()) < 1e-6, name
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How evenly ranks are loaded. Integers only."""
+"""How evenly ranks are loaded, and the ZeRO paper's table for orientation. Integers only."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def imbalance(setup: Setup) -> float:
         return 0.0
     rank = heaviest(setup).rank
     return sum(slot.held(rank) for slot in divided) * setup.world / total - 1.0
+
+
+def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:
+    """The ZeRO paper's table: bytes of a rank for `numel` parameters that take `width` bytes, as do their
+    gradients, and `state` bytes of optimizer state each (fp32 master and Adam: 12). Without padding,
+    gathered units, buckets and activations.
+
+    >>> [round(closed_form(7_500_000_000, 64, stage) / 1e9, 2) for stage in range(4)]
+    [120.0, 31.41, 16.64, 1.88]
+    """
+    shared = [state * (stage >= 1), width * (stage >= 2), width * (stage >= 3)]
+    return numel * (2 * width + state - sum(shared) + sum(shared) / world)

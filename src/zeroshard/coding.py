@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .layout import FlatPack, Pack, Slot
+from .layout import FlatPack, Pack, Slot, aligned
 
 if TYPE_CHECKING:
     from .codec import Codec
@@ -106,3 +106,30 @@ def _marks(slot: Slot) -> list[int]:
     chunk = -(-slot.height // slot.world)
     full = slot.height // chunk if chunk else 0
     return [mark for mark in (full, full + 1) if mark < slot.world]
+
+
+# ---------------------------------------------------------------------- codecs with a structure of their own
+
+ROWS_HEAD = (
+    16  # bytes in front of a code of rows: how many bytes count, whether the sender used the parameter
+)
+
+
+def rows_spans(slot: Slot, width: int) -> list[Span]:
+    """The parts of a wire for the rows of one parameter, with room for all of them."""
+    result, at = [], 0
+    for rank in range(slot.world):
+        length = rows_bytes(slot, rank, width)
+        result.append((at, length))
+        at += length
+    return result
+
+
+def rows_bytes(slot: Slot, rank: int, width: int) -> int:
+    start, stop = slot.rows(rank)
+    return in_words(ROWS_HEAD + 24 + 8 * -(-4 * (stop - start) // 8) + (stop - start) * slot.row * width)
+
+
+def cut_of(numel: int, world: int) -> int:
+    """The share of each rank of a flat tensor that is cut evenly."""
+    return aligned(-(-numel // world))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
-from .codec import Codec
+from .codec import Codec, Compression
 from .errors import OptionError
 from .policy import EveryStep, Sync, check_sync, codec_choices, local_steps
 from .policy import Numerics as Numerics
@@ -394,5 +394,5 @@ class OptionKeys(TypedDict, total=False):
     sync: Sync
     node_cache: bool
     ranks_per_node: int | None
-    compress: Codec | Mapping[str, Codec | None] | None
+    compress: Compression | Mapping[str, Compression | None] | None
     gather: Codec | None

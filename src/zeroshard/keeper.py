@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path as FolderPath
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,8 @@ from .checkpoint.background import PendingSave, Saver
 from .checkpoint.loading import load
 from .checkpoint.manifest import NAME, read_manifest
 from .checkpoint.records import Peers, Saved, Snapshot
-from .checkpoint.shelf import clean, latest
+from .checkpoint.shelf import clean, is_complete, latest, listing
+from .checkpoint.verifying import verify
 from .checkpoint.wording import some
 from .errors import CheckpointError, ZeroShardError
 from .resume import adopt, targets_of
@@ -42,8 +44,7 @@ class Keeper:
     def save(self, path: Path, company: Company, keep: int | None, background: bool) -> Saved | PendingSave:
         self.finish()  # the ranks talk about one save at a time
         runtime, saver = self.runtime, self._saver
-        what = f"saving to {os.path.abspath(path)}"
-        snapshot = snapshot_of(runtime, self.model, company, saver.peers, what, background)
+        snapshot = snapshot_of(runtime, self.model, company, saver.peers, background)
         # Forward and backward change no master and no moment, so the copy can be made beside them; but host
         # updates begin in backward, and so do changes of what a pace or a codec keeps.
         early = runtime.pace.early or bool(runtime.pace.private())
@@ -77,8 +78,24 @@ class Keeper:
         """The checkpoint to go on from, as rank 0 sees it; the same, or the same error, on every rank."""
         self.finish()
         root = os.path.abspath(folder)
+        return self._on_first(f"looking for checkpoints in {root}", lambda: _newest(root))
+
+    def older(self, folder: Path, failed: Sequence[str]) -> str | None:
+        """Where loading the last of `failed` has raised: the newest complete checkpoint that is none of them,
+        if that one is damaged; None if it is sound, and only not one of this run."""
+        root = os.path.abspath(folder)
+
+        def look() -> str | None:
+            if verify(failed[-1]).ok:
+                return None
+            others = (item.path for item in listing(FolderPath(root)) if str(item.path) not in failed)
+            return next((str(path) for path in others if is_complete(path)), None)
+
+        return self._on_first(f"verifying {failed[-1]}", look)
+
+    def _on_first(self, what: str, look: Callable[[], str | None]) -> str | None:
         try:
-            found = on_first(self._saver.peers, f"looking for checkpoints in {root}", lambda: _newest(root))
+            found = on_first(self._saver.peers, what, look)
         except AgreedError as error:
             raise CheckpointError(str(error)) from error
         assert found is None or isinstance(found, str)

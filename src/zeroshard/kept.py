@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import PendingSave, Saved
-from .errors import OptionError
+from .errors import CheckpointError, OptionError
 from .keeper import Keeper
 from .launch.environment import resume_folder
 from .launch.notice import Notice
+from .plan import Plan
 from .runtime import Runtime
 from .snapshot import Company
+
+log = logging.getLogger("zeroshard")
 
 
 class Kept(ABC):
@@ -26,6 +30,10 @@ class Kept(ABC):
 
     @abstractmethod
     def _open(self) -> Runtime: ...
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan | None: ...
 
     def save(
         self,
@@ -47,7 +55,8 @@ class Kept(ABC):
           failed one is logged, and told by the next.
         """
         self._open()
-        return self._keeper.save(path, Company(extra, tuple(schedulers), tuple(scalers)), keep, background)
+        company = Company(extra, tuple(schedulers), tuple(scalers), self.plan)
+        return self._keeper.save(path, company, keep, background)
 
     def load(
         self,
@@ -77,7 +86,8 @@ class Kept(ABC):
         None where training begins. Every rank calls it, once, before the loop.
 
         Without a folder it is that of `zeroshard run --resume`; `run.folder` is the one in use. Rank 0 looks,
-        and removes what dead saves left, so all ranks go on from the same.
+        and removes what dead saves left, so all ranks go on from the same. Where its files turn out damaged
+        while they are read, that is logged, and the next older one is taken.
         """
         self._open()
         chosen = Path(folder) if folder is not None else resume_folder()
@@ -87,10 +97,17 @@ class Kept(ABC):
                 "`zeroshard run --resume ckpt ...`."
             )
         self._folder = chosen
-        found = self._keeper.newest(chosen)
-        return (
-            None if found is None else self.load(found, schedulers=schedulers, scalers=scalers, strict=strict)
-        )
+        found, failed = self._keeper.newest(chosen), list[str]()
+        while found is not None:
+            try:
+                return self.load(found, schedulers=schedulers, scalers=scalers, strict=strict)
+            except CheckpointError as error:
+                failed.append(found)
+                found = self._keeper.older(chosen, failed)
+                if found is None:
+                    raise
+                log.error("%s Going on from %s instead.", error, found)
+        return None
 
     @property
     def folder(self) -> Path | None:

@@ -1,8 +1,9 @@
-"""Which gathered buffers are lent at one time in a training step. Integers only.
+"""Buffers that are lent: gathered ones on the device in a training step, and those on the host that bytes
+pass through between tiers. Integers only.
 
-Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one comes,
-and gathers run some units ahead where the transport overlaps. A recomputed unit comes before the one above it
-has gone.
+Gathered ones follow `runtime`: forward keeps the root and the last unit, backward lets a unit go when the
+next one comes, and gathers run some units ahead where the transport overlaps. A recomputed unit comes before
+the one above it has gone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from .layout import aligned
+
+BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 Sizes = Counter[tuple[int, str]]  # elements and dtype of a buffer -> how many
 
 
@@ -55,3 +59,16 @@ def most_lent(
         arriving.pop(order[place], None)
         above = order[place]
     return most
+
+
+def block_bytes(stretches: Iterable[int]) -> int:
+    """The ring that weights pass through on their way from the disk; bytes of each part's."""
+    return BLOCKS * min(REQUEST, max(stretches, default=0))
+
+
+def staging_bytes(sizes: Sequence[int], stages: int) -> int:
+    """The staging memory of parts of these sizes: room for `stages` of the middle size, and the largest."""
+    if not sizes:
+        return 0
+    lines = sorted(max(aligned(size, 64), 64) for size in sizes)
+    return max(lines[-1], min(stages, len(lines) + 1) * lines[len(lines) // 2])

@@ -9,44 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from .codec import Compression, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
-from .lending import Sizes, most_lent
-from .placement import (
-    Budget,
-    Buffering,
-    Bytes,
-    Demand,
-    Place,
-    Placement,
-    Rest,
-    Wish,
-    arrange,
-    parameter_rests,
-)
-from .routes import codec_for
-from .shapes import (
-    BLOCK,
-    GRAIN,
-    ROOT,
-    WIDTHS,
-    Block,
-    Bucket,
-    Buffers,
-    Bundle,
-    Part,
-    Rule,
-    Weight,
-    block_bytes,
-    staging_bytes,
-)
+from .lending import Sizes, block_bytes, most_lent, staging_bytes
+from .placement import Budget, Buffering, Bytes, Demand, Place, Placement, Rest, Wish, arrange
+from .routes import bucket_limit, codec_for
+from .shapes import BLOCK, GRAIN, ROOT, WIDTHS, Block, Bucket, Buffers, Bundle, Part, Rule, Weight
 from .wires import Sort, gradients_of
-
-if TYPE_CHECKING:
-    from .codec import Codec
 
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
@@ -216,14 +188,14 @@ class Setup:
         for bundle in self.bundles:
             if self.state_rest(bundle) == "device":
                 continue
-            groups: dict[tuple[int, Codec | None], list[Weight]] = {}
+            groups: dict[tuple[int, Compression | None], list[Weight]] = {}
             for weight in bundle.weights:
                 if weight.trainable and weight.rule >= 0:
                     groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
-            for (number, _), members in groups.items():
+            for (number, codec), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
-                for names in buckets(sizes, offload.stage_bytes):
+                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes)):
                     numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
                     kernel = self._kernel(members[0], bundle.master)
                     native = kernel and self.overlapped
@@ -275,21 +247,30 @@ class Setup:
             ]
             groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
-                for names in buckets(sizes, self.options.bucket_bytes)
+                for names in buckets(sizes, bucket_limit(sort[2], self.options.bucket_bytes))
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0
         for (wire, landed, codec), members in groups.items():
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
-                Bucket(ws, tuple(self._grad_slot(w) for w in ws), wire, landed, self.align, part, flat, codec)
+                Bucket(
+                    ws,
+                    tuple(self._grad_slot(w) for w in ws),
+                    wire,
+                    landed,
+                    self.align,
+                    part,
+                    flat and not isinstance(codec, Rows),
+                    codec,
+                )
                 for ws, part in members
             ]
         return result
 
-    def codec(self, weight: Weight) -> Codec | None:
+    def codec(self, weight: Weight) -> Compression | None:
         """What its gradient travels through."""
-        return codec_for(self.options.compress, weight.name) if self.world > 1 else None
+        return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
 
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""
@@ -351,7 +332,7 @@ def _host(setup: Setup) -> Buffers:
             host += part.state_bytes(int8)
         host += _landed_bytes(setup, part)
     staging = staging_bytes(staged, offload.stages)
-    staging += block_bytes([part for part in setup.parts if part.paged])
+    staging += block_bytes(part.weight_bytes() for part in setup.parts if part.paged)
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
     return Buffers(host=host + berths + moments, staging=staging, disk=sum(disk))
 
@@ -360,8 +341,8 @@ def placed(setup: Setup) -> Placement:
     """What ``auto`` comes to: every unit's bytes in each tier, within the budgets of the options."""
     offload = setup.options.offload
     assert offload is not None
-    rests = parameter_rests(setup.world, setup.options.shards_params, offload.path is not None)
-    wish = Wish(offload.optimizer, offload.parameters, rests)
+    whole = setup.world > 1 and not setup.options.shards_params
+    wish = Wish(offload.optimizer, offload.parameters).of(setup.world, whole, offload.path is not None)
     budget = Budget(offload.device_bytes, offload.host_bytes, None if offload.path is not None else 0)
     demands, buffering = demands_of(setup)
     return arrange(demands, budget, wish, buffering)
@@ -385,7 +366,8 @@ def demands_of(setup: Setup) -> tuple[list[Demand], Buffering]:
         demands.append(Demand(unit.label, Bytes(*state), Bytes(*weights)))
     passing = _host(disk).host - _moments(disk, host=True)  # and gradients that the loop sees
     lent = gathered(host) if setup.world == 1 else 0
-    return demands, Buffering(lent, _host(host).staging, passing, block_bytes(disk.parts))
+    blocks = block_bytes(part.weight_bytes() for part in disk.parts)
+    return demands, Buffering(lent, _host(host).staging, passing, blocks)
 
 
 def _landed_bytes(setup: Setup, part: Part) -> int:
@@ -440,9 +422,8 @@ def gathered(setup: Setup) -> int:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
-            ranks = range(setup.world)
-            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
-            scratches.add(max(bundle.body(rank) for rank in ranks))
+            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in range(setup.world)), "uint8"] += 1
+            scratches.add(max(bundle.body(rank) for rank in range(setup.world)))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
     at_once = setup.overlaps and setup.resident  # all are published at once
     most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)

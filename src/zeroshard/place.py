@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .bucket import Sink
-from .codec import Codec
+from .codec import Compression
 from .comm import Transport
 from .config import Options
 from .eligible import check_kernels, form_of, no_kernel, overlaps
@@ -23,14 +23,14 @@ from .form import Form
 from .host import HostUpdates
 from .landing import HostGradients
 from .layout import ALIGN, Slot, aligned, buckets
+from .lending import staging_bytes
 from .native import AdamRows, SgdRows, Workers, allocate, usable_cores
 from .native.abi import BLOCK
 from .param import Bundle, OnDiskRows
 from .part import OnDisk, PagedMaster, Part
 from .placement import Place, Rest
 from .pool import Ledger
-from .routes import codec_for
-from .shapes import staging_bytes
+from .routes import bucket_limit, codec_for
 from .shard import Faces, Master, Param, SplitMaster
 from .tier import Arena, Copies, Page, Paging, Scratch, Streaming, Stretch
 from .units import Tenant
@@ -99,15 +99,15 @@ class Host:
         """Decide which parameters of a bundle share a part. Before anything is made, so that all sizes are
         known when the first is."""
         planned, rest = self._plots_of.setdefault(key, []), place.optimizer
-        groups: dict[tuple[int, Codec | None], list[Tenant]] = {}
+        groups: dict[tuple[int, Compression | None], list[Tenant]] = {}
         for tenant in tenants:
             if tenant.parameter.requires_grad and id(tenant.parameter) in self.owner:
-                codec = codec_for(self.options.compress, tenant.name)
+                codec = codec_for(self.options.compress, tenant.name, tenant.parameter.shape)
                 groups.setdefault((id(self.owner[id(tenant.parameter)][1]), codec), []).append(tenant)
         # Weights rest on the disk with their state; where some of a bundle have none, all are on the host.
         beside = place.parameters == "disk" and sum(map(len, groups.values())) == len(tenants)
         self.rows_of[key] = "disk" if beside else "host" if place.parameters == "disk" else place.parameters
-        for members in groups.values():
+        for (_, codec), members in groups.items():
             optimizer, group = self.owner[id(members[0].parameter)]
             form = form_of(self.offload, optimizer, group, dtypes)
             if form is None and rest == "disk":
@@ -117,7 +117,7 @@ class Host:
             if rest == "host" and not self.overlaps:
                 form = None  # torch's own step runs there as well
             sizes = [(t.name, t.parameter.numel() * dtypes[0].itemsize) for t in members]
-            for names in buckets(sizes, self.offload.stage_bytes):
+            for names in buckets(sizes, bucket_limit(codec, self.offload.stage_bytes)):
                 spans, at = [], 0
                 for name in names:
                     held = slots[name].held(self.rank)
@@ -250,9 +250,7 @@ class Host:
                 result[plot.names[0]] = lambda flat, used, part=part: self._accept(part, flat, used)  # type: ignore[misc]
         return result
 
-    def _landing(
-        self, plot: Plot, members: list[Param], dtype: torch.dtype, faces: Faces
-    ) -> HostGradients:
+    def _landing(self, plot: Plot, members: list[Param], dtype: torch.dtype, faces: Faces) -> HostGradients:
         """Host memory for gradients that the loop sees."""
         flat = allocate(plot.numel, [dtype])[0]
         self.ledger.book("host", flat.nbytes)

@@ -9,7 +9,7 @@ does not fit does not keep a smaller one behind it out, so nothing is offloaded 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Literal
@@ -166,18 +166,17 @@ class Wish:
     parameters: Tier = "auto"
     parameter_rests: tuple[Rest, ...] = RESTS
 
+    def of(self, world: int, whole: bool, disk: bool) -> Wish:
+        """With the tiers that so many ranks can stream parameters from: none where each keeps them whole, the
+        disk on one rank."""
+        near: tuple[Rest, ...] = ("device",) if whole else ("device", "host")
+        return replace(self, parameter_rests=RESTS if world == 1 and disk else near)
+
     def rests(self, what: Literal["optimizer", "parameters"]) -> tuple[Rest, ...]:
         wanted: Tier = self.optimizer if what == "optimizer" else self.parameters
         if wanted != "auto":
             return (wanted,)
         return self.parameter_rests if what == "parameters" else RESTS
-
-
-def parameter_rests(world: int, sharded: bool, disk: bool) -> tuple[Rest, ...]:
-    """The tiers that parameters can rest in: the device where ranks keep them whole, the disk on one rank."""
-    if world > 1 and not sharded:
-        return ("device",)
-    return RESTS if world == 1 and disk else ("device", "host")
 
 
 ANYWHERE, UNBUFFERED = Wish(), Buffering()

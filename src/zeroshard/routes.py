@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .codec import Codec
+from .codec import Codec, Compression, LowRank, Rows
 from .errors import OptionError
-from .policy import Adaptive, EveryStep, Local, Sync
+from .policy import Adaptive, Delayed, EveryStep, Local, Sync
 
 #: Patterns of parameter names and the codec of each, None: as they are. The first that matches counts.
-Routes = tuple[tuple[str, Codec | None], ...]
+Routes = tuple[tuple[str, Compression | None], ...]
 
 
 def routes_of(value: Any) -> Routes:
@@ -23,7 +23,7 @@ def routes_of(value: Any) -> Routes:
     """
     if value is None:
         return ()
-    if isinstance(value, Codec):
+    if isinstance(value, Compression):
         value = {"*": value}
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, tuple) or not all(_is_pair(pair) for pair in pairs):
@@ -41,21 +41,31 @@ def _is_pair(pair: object) -> bool:
     if not isinstance(pair, tuple) or len(pair) != 2:
         return False
     pattern, codec = pair
-    return isinstance(pattern, str) and bool(pattern) and (codec is None or isinstance(codec, Codec))
+    return isinstance(pattern, str) and bool(pattern) and (codec is None or isinstance(codec, Compression))
 
 
-def codec_for(routes: Routes, name: str) -> Codec | None:
-    """The codec of the first pattern that matches; None: the gradient travels as it is."""
-    return next((codec for pattern, codec in routes if fnmatchcase(name, pattern)), None)
+def codec_for(routes: Routes, name: str, shape: Sequence[int]) -> Compression | None:
+    """The codec of the first pattern that matches; None: the gradient travels as it is. So does one that has
+    not the form that its codec is for: a vector among matrices."""
+    codec = next((codec for pattern, codec in routes if fnmatchcase(name, pattern)), None)
+    if isinstance(codec, LowRank) and not codec.suits(shape):
+        return None
+    return None if isinstance(codec, Rows) and (len(shape) < 2 or 0 in shape) else codec
+
+
+def bucket_limit(codec: Compression | None, limit: int) -> int:
+    """Bytes of gradients that travel together: of a codec for rows, those of one parameter."""
+    return 1 if isinstance(codec, Rows) else limit
 
 
 def check_patterns(routes: Routes, names: Iterable[str]) -> None:
     """Every pattern of `compress=` must decide about some parameter: an option is never ignored."""
-    undecided = list(names)
+    every = list(names)
+    undecided = list(every)
     for pattern, _ in routes:
         taken = {name for name in undecided if fnmatchcase(name, pattern)}
         if not taken:
-            earlier = " that no earlier pattern has taken" if len(undecided) < len(list(names)) else ""
+            earlier = " that no earlier pattern has taken" if len(undecided) < len(every) else ""
             raise OptionError(
                 f'compress: pattern "{pattern}" matches no trainable parameter{earlier}. Patterns are tried '
                 "in the order given."
@@ -73,6 +83,12 @@ def check_compress(routes: Routes, sync: Sync) -> None:
         raise OptionError(
             "compress= encodes gradients, and with sync=Local(...) none travel: ranks meet by their "
             "parameters. Drop one of the two."
+        )
+    delays = any(isinstance(choice, Delayed) for choice in choices)
+    if delays and any(isinstance(codec, LowRank) for _, codec in routes):
+        raise OptionError(
+            "LowRank sends a gradient in rounds that wait for one another, and sync=Delayed() waits for "
+            "nothing: drop one of them, or take another codec."
         )
 
 

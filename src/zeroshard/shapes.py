@@ -7,7 +7,6 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
@@ -18,7 +17,7 @@ from .layout import ALIGN, FlatPack, Pack, Slot, aligned
 from .placement import Rest
 
 if TYPE_CHECKING:
-    from .codec import Codec
+    from .codec import Compression
 
 WIDTHS = DTYPE_BYTES | {
     "int64": 8,
@@ -34,7 +33,6 @@ WIDTHS = DTYPE_BYTES | {
 }
 GRAIN = 4096  # bytes that direct I/O moves, as in the disk tier
 ROOT = "(root)"  # label of the unit without a name
-BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 BLOCK = 256  # elements that share the scales of 8-bit moments, as in the native kernels
 
 
@@ -140,7 +138,7 @@ class Bucket:
     align: int = ALIGN
     part: Part | None = None
     flat: bool = False  # stage 0: `FlatPack`
-    codec: Codec | None = None
+    codec: Compression | None = None
 
     @cached_property
     def wire_numel(self) -> int:
@@ -213,31 +211,6 @@ class Part:
         if self.paged:
             return self.numel * grad
         return self.numel * (grad if grad == weight and not self.splits else grad + weight)
-
-
-def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:
-    """The ZeRO paper's table: bytes of a rank for `numel` parameters that take `width` bytes, as do their
-    gradients, and `state` bytes of optimizer state each (fp32 master and Adam: 12). Without padding,
-    gathered units, buckets and activations.
-
-    >>> [round(closed_form(7_500_000_000, 64, stage) / 1e9, 2) for stage in range(4)]
-    [120.0, 31.41, 16.64, 1.88]
-    """
-    shared = [state * (stage >= 1), width * (stage >= 2), width * (stage >= 3)]
-    return numel * (2 * width + state - sum(shared) + sum(shared) / world)
-
-
-def block_bytes(parts: Sequence[Part]) -> int:
-    """The ring that these parts' weights pass through on their way from the disk."""
-    return BLOCKS * min(REQUEST, max((part.weight_bytes() for part in parts), default=0))
-
-
-def staging_bytes(sizes: Sequence[int], stages: int) -> int:
-    """The staging memory of parts of these sizes: room for `stages` of the middle size, and the largest."""
-    if not sizes:
-        return 0
-    lines = sorted(max(aligned(size, 64), 64) for size in sizes)
-    return max(lines[-1], min(stages, len(lines) + 1) * lines[len(lines) // 2])
 
 
 def _over_ranks(slot: Slot, align: int) -> int:

@@ -14,21 +14,20 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.agree import together
 from .checkpoint.elements import dtype_name
 from .checkpoint.records import Held, Peers, Snapshot
-from .checkpoint.values import pack, unpack
-from .errors import CheckpointError, StateError
+from .errors import StateError
 from .native.abi import BLOCK
 from .native.moments8 import decode, scale_count
 from .part import Part
+from .plan import Plan, settings_of
 from .private import Private
 from .runtime import Runtime
 from .shard import Faces, Param
@@ -40,11 +39,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Company:
-    """What a user hands in to be saved with a run: plain data, and objects that have a state_dict."""
+    """What is saved with a run: plain data of the user, objects that have a state_dict, the plan."""
 
     extra: Mapping[str, Any] | None = None
     schedulers: Sequence[Any] = ()
     scalers: Sequence[Any] = ()
+    plan: Plan | None = None  # what the run keeps to
 
 
 @dataclass(frozen=True)
@@ -198,14 +198,15 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def snapshot_of(
-    runtime: Runtime, model: nn.Module, company: Company, peers: Peers, what: str, background: bool = False
+    runtime: Runtime, model: nn.Module, company: Company, peers: Peers, background: bool = False
 ) -> Snapshot:
-    """All that this rank wants saved. Every rank calls it for the same `what`; where the moment is wrong, all
-    of them raise."""
+    """All that this rank wants saved. Every rank calls it; where the moment is wrong, all of them raise."""
     rank = runtime.transport.rank
     seats = list(seats_of(runtime))
-    answers = together(peers, what, lambda: [untimely(runtime), pack(_plain_state(seats))[0]])
-    refuse_untimely("save", [problem for problem, _ in answers])
+    problem = untimely(runtime)
+    # What training uses is quicker than what saves talk over, and this holds training up.
+    if runtime.transport.max([float(problem is not None)])[0]:
+        refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))
     runtime.settle_host()
     held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
     held += [private_held(private, rank) for private in runtime.pace.private()]
@@ -223,19 +224,15 @@ def snapshot_of(
         held += [
             Held.of(name, "buffer", b.detach().clone() if background else b) for name, b in buffers.items()
         ]
-    plain: dict[str, Any] = {}
-    for _, told in answers:
-        for name, state in unpack(told, _no_tensor).items():
-            plain.setdefault(name, state)
     own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
     own["sync"] = runtime.pace.own()
     own["codes"] = [codes_of(part, rank) for part in host_parts(runtime) if part.coded]
-    return Snapshot(held, _values(runtime, company, plain), own)
+    return Snapshot(held, _values(runtime, company), own, {"plain_state": _plain_state(seats)})
 
 
-def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[str, Any]:
+def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
     names = {id(p.home): p.name for p in runtime.params}
     optimizers = []
     for update in runtime.updates:
@@ -250,9 +247,9 @@ def _values(runtime: Runtime, company: Company, plain: dict[str, Any]) -> dict[s
         "host_norm": updates.norm if updates is not None else None,
         "world": runtime.transport.size,
         "sync": runtime.pace.values(),
-        "options": asdict(runtime.options),
+        "options": settings_of(runtime.options),
+        "plan": company.plan.to_json() if company.plan is not None else None,
         "optimizers": optimizers,
-        "plain_state": plain,
         "schedulers": [s.state_dict() for s in company.schedulers],
         "scalers": [s.state_dict() for s in company.scalers],
         "extra": dict(company.extra or {}),
@@ -263,10 +260,6 @@ def _plain_state(seats: Sequence[Seat]) -> dict[str, Any]:
     """State that is no tensor, by kind and name."""
     return {f"{seat.prefix}{seat.param.name}": plain for seat in seats
             if (plain := {k: v for k, v in seat.state.items() if not isinstance(v, Tensor)})}  # fmt: skip
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise CheckpointError(f"plain optimizer state refers to the tensor `{name}`.")
 
 
 def untimely(runtime: Runtime) -> str | None:

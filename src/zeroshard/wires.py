@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from .coding import back_bytes, bodies_of, wire_bytes
+from .codec import Codec, Compression, LowRank, Rows
+from .coding import back_bytes, bodies_of, cut_of, rows_bytes, wire_bytes
 from .shapes import WIDTHS, Bucket, Buffers
 
-if TYPE_CHECKING:
-    from .codec import Codec
-
 # Dtypes of wire and gradient, and the codec between.
-Sort = tuple[str, str, "Codec | None"]
+Sort = tuple[str, str, Compression | None]
 RING = 3  # wires in flight from stage 2 on, as in `wiring`
 
 
@@ -26,12 +23,19 @@ def gradients_of(buckets: Sequence[Bucket], stage: int, world: int, rank: int) -
     groups: dict[Sort, list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault((bucket.wire, bucket.landed, bucket.codec), []).append(bucket)
-    coded = [bucket for bucket in buckets if bucket.codec is not None]
-    narrow = [bucket.piece(rank) for bucket in coded if bucket.landed != "float32"]
-    desk = 4 * max((bucket.wire_numel for bucket in coded), default=0) + 4 * max(narrow, default=0)
-    total = Buffers(buckets=desk)
+    users = [bucket for bucket in buckets if isinstance(bucket.codec, (Codec, Rows))]
+    narrow = [bucket.piece(rank) for bucket in users if WIDTHS[bucket.landed] < 4]
+    coded = [bucket.wire_numel for bucket in users if isinstance(bucket.codec, Codec)]
+    total = Buffers(buckets=4 * max(coded, default=0) + 4 * max(narrow, default=0))
     for (_, _, codec), members in groups.items():
-        total += _plain(members, stage, rank) if codec is None else _coded(members, codec, stage, rank)
+        if codec is None:
+            total += _plain(members, stage, rank)
+        elif isinstance(codec, Codec):
+            total += _coded(members, codec, stage, rank)
+        elif isinstance(codec, LowRank):
+            total += sum((_factors(bucket, codec, stage, rank) for bucket in members), Buffers())
+        else:
+            total += _rows(members, stage, rank)
     return total
 
 
@@ -70,3 +74,31 @@ def _coded(members: list[Bucket], codec: Codec, stage: int, rank: int) -> Buffer
             state=codec.state_bytes(own),
         )
     return total
+
+
+def _rows(members: list[Bucket], stage: int, rank: int) -> Buffers:
+    """Parameters of which only the rows that were touched travel: room for all of them."""
+    wire, landed = WIDTHS[members[0].wire], WIDTHS[members[0].landed]
+    slots = [bucket.slots[0] for bucket in members]
+    sizes = [sum(rows_bytes(slot, r, wire) for r in range(slot.world)) for slot in slots]
+    total = Buffers(buckets=min(RING, len(sizes)) * max(sizes))
+    for bucket, slot in zip(members, slots, strict=True):
+        pieces = bucket.piece(rank) * landed
+        if stage > 0:
+            total += Buffers(gradients=pieces)
+        else:
+            back = rows_bytes(slot, rank, landed)
+            total += Buffers(gradients=(bucket.full + 1) * landed, buckets=pieces + back)
+    return total
+
+
+def _factors(bucket: Bucket, codec: LowRank, stage: int, rank: int) -> Buffers:
+    """Matrices that travel as thin ones: the matrices, what was not sent, the factors and their wires."""
+    world, sizes = bucket.slots[0].world, [codec.factors(slot.shape) for slot in bucket.slots]
+    cuts = cut_of(sum(p for p, _ in sizes) + len(sizes), world) + cut_of(sum(q for _, q in sizes), world)
+    pieces, landed = bucket.piece(rank), WIDTHS[bucket.landed]
+    return Buffers(
+        gradients=landed * (pieces if stage > 0 else bucket.wire_numel),
+        state=sum(codec.state_bytes(slot.shape) for slot in bucket.slots),
+        buckets=4 * bucket.full + 4 * 2 * cuts * (world + 1) + (0 if stage > 0 else pieces * landed),
+    )

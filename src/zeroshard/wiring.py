@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .bucket import Bucket, CodedBucket, Desk
-from .codec import Codec
-from .coding import wire_bytes
+from .bucket import Bucket, CodedBucket, Desk, LowRankBucket, RowsBucket
+from .codec import Codec, Compression, LowRank, Rows
+from .coding import rows_spans, wire_bytes
 from .comm import Region, Transport
 from .config import Options
 from .layout import ALIGN, FlatPack, Pack, Slot, buckets
 from .pool import Kind, Ledger
-from .routes import codec_for
+from .routes import bucket_limit, codec_for
 from .shard import Param
 
 RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
@@ -26,7 +26,7 @@ class Sort:
 
     wire: torch.dtype
     landed: torch.dtype
-    codec: Codec | None
+    codec: Compression | None
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -35,7 +35,7 @@ class Sort:
 
 def sort_of(param: Param, options: Options) -> Sort:
     """A parameter that computes in master precision reduces in it too."""
-    precision, codec = options.precision, codec_for(options.compress, param.name)
+    precision, codec = options.precision, codec_for(options.compress, param.name, param.slot.shape)
     if precision is None or param.leaf.dtype == getattr(torch, precision.master):
         return Sort(param.leaf.dtype, param.leaf.dtype, codec)
     return Sort(getattr(torch, precision.wire), getattr(torch, precision.landed), codec)
@@ -53,9 +53,10 @@ class Wiring:
         ledger: Ledger,
         delays: bool,
         align: int = ALIGN,
+        key: str = "",
     ) -> None:
         self.options, self.transport, self.device, self.ledger = options, transport, device, ledger
-        self.delays, self.align = delays, align
+        self.delays, self.align, self.key = delays, align, key
         self.desk: Desk | None = None
 
     def buckets(self, params: Sequence[Param], together: Sequence[Sequence[Param]]) -> list[Bucket]:
@@ -71,61 +72,76 @@ class Wiring:
         for sort in dict.fromkeys(sorts.values()):
             rest = [p for p in params if sorts[p.name] == sort and p.name not in taken]
             sizes = [(p.name, p.leaf.numel() * sort.wire.itemsize) for p in rest]
-            for names in buckets(sizes, self.options.bucket_bytes):
+            for names in buckets(sizes, bucket_limit(sort.codec, self.options.bucket_bytes)):
                 groups.setdefault(sort, []).append([by_name[n] for n in names])
         made: list[_Made] = []
         for sort, members in groups.items():
             members.sort(key=lambda ps: min(place[p.name] for p in ps))
-            packs = [self._pack(ps) for ps in members]
-            wires = self._wires(packs, sort) if sort.codec is None else self._code_wires(packs, sort)
+            packs = [self._pack(ps, sort) for ps in members]
+            wires = self._wires(packs, sort)
             made += [_Made(sort, *each) for each in zip(members, packs, wires, strict=True)]
-        self._lay_desk([each for each in made if each.sort.codec is not None])
+        self._lay_desk(made)
         return [self._bucket(index, each) for index, each in enumerate(made)]
 
-    def _pack(self, params: Sequence[Param]) -> Pack:
-        kind = FlatPack if self.options.stage == 0 else Pack
+    def _pack(self, params: Sequence[Param], sort: Sort) -> Pack:
+        by_rows = self.options.stage > 0 or isinstance(sort.codec, Rows)
+        kind = Pack if by_rows else FlatPack
         slots = tuple(_grad_slot(p.slot) for p in params)
         return kind(slots, self.transport.size, flags=True, align=self.align)
 
-    def _wires(self, packs: list[Pack], sort: Sort) -> list[Region]:
+    def _wires(self, packs: list[Pack], sort: Sort) -> Sequence[Region | None]:
         """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
-        few from stage 2 on."""
-        keeps = self.delays or not self.options.shards_grads
-        ring = self._ring(f"gradients {sort.wire}", [pack.wire for pack in packs], sort.wire, keeps)
-        shown = self.options.stage == 0 and sort.wire == sort.landed and ring[0].mine.device == self.device
-        kind: Kind = "gradients" if self.options.stage == 1 or shown else "buckets"
+        few from stage 2 on. A coded gradient stays on its wire at no stage; factors have wires of their
+        own."""
+        codec, key = sort.codec, f"{self.key}gradients {sort.wire}"
+        if isinstance(codec, LowRank):
+            return [None] * len(packs)
+        if codec is None:
+            keeps = self.delays or not self.options.shards_grads
+            ring = self._ring(key, [pack.wire for pack in packs], sort.wire, keeps)
+        elif isinstance(codec, Codec):
+            sizes = [wire_bytes(codec, pack, sort.wire.itemsize) for pack in packs]
+            ring = self._ring(f"{key} {codec!r}", sizes, torch.uint8, self.delays)
+        else:
+            spans = [rows_spans(pack.slots[0], sort.wire.itemsize) for pack in packs]
+            sizes = [sum(length for _, length in each) for each in spans]
+            ring = self._ring(f"{key} {codec!r}", sizes, torch.uint8, self.delays)
+        stage, near = self.options.stage, ring[0].mine.device == self.device
+        shown = codec is None and (stage == 1 or (stage == 0 and sort.wire == sort.landed and near))
+        kind: Kind = "gradients" if shown else "buckets"
         self.ledger.book(kind, sum(region.mine.nbytes for region in ring))
-        return [ring[i % len(ring)] for i in range(len(packs))]
-
-    def _code_wires(self, packs: list[Pack], sort: Sort) -> list[Region]:
-        """A coded gradient stays on its wire at no stage."""
-        assert sort.codec is not None
-        sizes = [wire_bytes(sort.codec, pack, sort.wire.itemsize) for pack in packs]
-        ring = self._ring(f"codes {sort.wire} {sort.codec!r}", sizes, torch.uint8, self.delays)
-        self.ledger.book("buckets", sum(region.mine.nbytes for region in ring))
         return [ring[i % len(ring)] for i in range(len(packs))]
 
     def _ring(self, key: str, sizes: list[int], dtype: torch.dtype, keeps: bool) -> list[Region]:
         rooms = sizes if keeps else [max(sizes)] * min(RING, len(sizes))
         return [self.transport.allocate(f"{key} {i}", room, dtype) for i, room in enumerate(rooms)]
 
-    def _lay_desk(self, coded: list[_Made]) -> None:
+    def _lay_desk(self, made: list[_Made]) -> None:
         """Memory that the coded buckets share, as large as the largest needs."""
-        if coded:
-            rank = self.transport.rank
-            narrow = [each.pack.pieces[rank] for each in coded if each.sort.landed != torch.float32]
-            away = [each.wire.mine.numel() for each in coded if each.wire.mine.device != self.device]
-            sizes = max(each.pack.wire for each in coded), max(narrow, default=0), max(away, default=0)
-            self.desk = Desk(self.device, *sizes, self.ledger)
+        rank = self.transport.rank
+        users = [each for each in made if isinstance(each.sort.codec, (Codec, Rows))]
+        coded = [each for each in users if isinstance(each.sort.codec, Codec)]
+        narrow = [each.pack.pieces[rank] for each in users if each.sort.landed.itemsize < 4]
+        wires = [each.wire.mine for each in coded if each.wire is not None]
+        away = [wire.numel() for wire in wires if wire.device != self.device]
+        longest = max((each.pack.wire for each in coded), default=0)
+        codecs = {each.sort.codec for each in made if each.sort.codec is not None}
+        if codecs:
+            sizes = longest, max(narrow, default=0), max(away, default=0)
+            self.desk = Desk(self.device, codecs, sizes, self.ledger)
 
     def _bucket(self, index: int, made: _Made) -> Bucket:
-        sort, transport = made.sort, self.transport
-        if sort.codec is None:
-            return Bucket(index, made.pack, made.params, made.wire, transport, sort.dtypes, self.device)
+        sort, codec, transport, wire = made.sort, made.sort.codec, self.transport, made.wire
+        if isinstance(codec, LowRank):
+            return LowRankBucket(index, made.pack, made.params, transport, sort.dtypes, self.device, codec)
+        assert wire is not None
+        if codec is None:
+            return Bucket(index, made.pack, made.params, wire, transport, sort.dtypes, self.device)
         assert self.desk is not None
-        return CodedBucket(
-            index, made.pack, made.params, made.wire, transport, sort.dtypes, self.desk, sort.codec
-        )
+        if isinstance(codec, Rows):
+            return RowsBucket(index, made.pack, made.params, wire, transport, sort.dtypes, self.desk, codec)
+        assert isinstance(codec, Codec)
+        return CodedBucket(index, made.pack, made.params, wire, transport, sort.dtypes, self.desk, codec)
 
 
 @dataclass(frozen=True)
@@ -135,7 +151,7 @@ class _Made:
     sort: Sort
     params: list[Param]
     pack: Pack
-    wire: Region
+    wire: Region | None
 
 
 def _grad_slot(slot: Slot) -> Slot:

@@ -2,6 +2,8 @@
 
 from .coded import CodedBucket
 from .desk import Desk
+from .lowrank import LowRankBucket
 from .plain import Bucket, Sink
+from .rows import RowsBucket
 
-__all__ = ["Bucket", "CodedBucket", "Desk", "Sink"]
+__all__ = ["Bucket", "CodedBucket", "Desk", "LowRankBucket", "RowsBucket", "Sink"]

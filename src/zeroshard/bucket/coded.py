@@ -80,7 +80,9 @@ class CodedBucket(Bucket):
         self._plain = Route.of(AsIs(self.wire_dtype), self._bodies, len(self.params))
         self.state = codec.state(pack.wire, desk.device)
         self._states = [self._state_of(at, numel) for at, numel in self._bodies]
-        self._holes = [desk.values[at : at + n] for at, n in _holes(pack)]
+        holes = _holes(pack)
+        self._holes = [desk.values[at : at + n] for at, n in holes]
+        self._state_holes = [tensor[at : at + n] for tensor in self.state.values() for at, n in holes]
         self._mirrored = wire.mine.device != desk.device
 
     def _state_of(self, at: int, numel: int) -> dict[str, Tensor]:
@@ -96,7 +98,8 @@ class CodedBucket(Bucket):
     def fill(self) -> None:
         """Copy the gradients of the leaves to the desk, let them go, and encode every piece."""
         super().fill()
-        torch._foreach_zero_(self._holes)
+        if self._holes:
+            torch._foreach_zero_(self._holes)
         route, desk, rank = self._route, self.desk, self.transport.rank
         codec, way = route.codec, route.way
         into = desk.code if self._mirrored else self.wire.mine
@@ -109,6 +112,8 @@ class CodedBucket(Bucket):
                 desk.compare(codec, values, code)
             tail = at + in_words(size)
             into[tail : tail + len(flags)] = flags
+        if self._state_holes:
+            torch._foreach_zero_(self._state_holes)
         if self._mirrored:
             self.wire.mine[: way.nbytes].copy_(into[: way.nbytes])
 
@@ -146,14 +151,17 @@ class CodedBucket(Bucket):
             out.copy_(total)
 
     def private(self) -> list[Private]:
+        def key(name: str) -> str:
+            return f"{name} of {self.codec!r}"
+
         records = [
             private
             for name, tensor in self.state.items()
-            for private in in_wire(self.pack, tensor, f"codec {name}")
+            for private in in_wire(self.pack, tensor, key(name))
         ]
         if self.rounds:
             records += [
-                Private(f"(sum of {self.label}, {tensor.numel()})", f"codec {name}", ((0, tensor),), "reset")
+                Private(f"(sum of {self.label}, {tensor.numel()})", key(name), ((0, tensor),), "reset")
                 for name, tensor in self._again.items()
                 if tensor.numel()
             ]
@@ -175,7 +183,12 @@ class CodedBucket(Bucket):
         self._back = [Route.of(codec, self._bodies) for codec in (self.codec, AsIs(self.dtype))]
         room = back_bytes(self.codec, self._bodies[rank][1], self.dtype.itemsize)
         self._back_wire = self.transport.allocate(f"{self.wire.key} {self.index} back", room, torch.uint8)
-        self._again = self.codec.state(self._bodies[rank][1], self.device)
+        first, numel = self._bodies[rank]
+        self._again = self.codec.state(numel, self.device)
+        cuts = [(max(at, first) - first, min(at + n, first + numel) - first) for at, n in _holes(pack)]
+        self._again_holes = [
+            tensor[at:end] for tensor in self._again.values() for at, end in cuts if at < end
+        ]
         self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
         self._show_whole()
         assert self.landed is not None
@@ -195,6 +208,8 @@ class CodedBucket(Bucket):
         values = landed[:numel] if landed.dtype == torch.float32 else desk.total[:numel].copy_(landed[:numel])
         into = desk.code if self._mirrored else wire.mine
         route.codec.encode(values, into[:size], self._again, desk.seed(self.index, rank, rank) ^ 1)
+        if self._again_holes:
+            torch._foreach_zero_(self._again_holes)
         if self._mirrored:
             wire.mine[:size].copy_(into[:size])
         lengths = [length for _, length in route.way.spans]
@@ -219,7 +234,8 @@ class CodedBucket(Bucket):
 
 
 def _holes(pack: Pack) -> list[Span]:
-    """Padding between the slots of a wire: a codec makes something of it, and it must be nothing."""
+    """Padding between the slots of a wire: a codec makes something of it, and it must stay nothing, also in
+    what the codec keeps: that is not saved."""
     if isinstance(pack, FlatPack):
         slots = zip(pack.slots, pack.full_offsets, strict=True)
         ends = [(at + s.numel, at + aligned(s.numel, pack.align)) for s, at in slots]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..codec import Codec
+from ..codec import Codec, Compression
 from ..pool import Ledger
 from ..private import Private
 
@@ -23,8 +23,15 @@ EVERY = 16
 class Desk:
     """See the module's docstring. `turns` counts reduced backward passes; codecs warm up and draw by it."""
 
-    def __init__(self, device: torch.device, values: int, total: int, code: int, ledger: Ledger) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        codecs: set[Compression],
+        sizes: tuple[int, int, int],
+        ledger: Ledger,
+    ) -> None:
+        self.device, self._label = device, ", ".join(sorted(map(repr, codecs)))
+        values, total, code = sizes
         self.values = torch.zeros(values, device=device)
         self.total = torch.zeros(total, device=device)
         self.code = torch.zeros(code, dtype=torch.uint8, device=device)
@@ -45,7 +52,7 @@ class Desk:
         return (self.turn * 1_000_003 + bucket * 65_537 + source * 257 + target) % 2**31
 
     def private(self) -> list[Private]:
-        return [Private("(codecs)", "turns", ((0, self.turns),), "same")]
+        return [Private(f"({self._label})", "turns", ((0, self.turns),), "same")]
 
     # ------------------------------------------------------------------ see [Note: what is measured]
 

@@ -59,16 +59,7 @@ class Bucket:
         self.waiting = len(self.params)
         self.flat = isinstance(pack, FlatPack)
         self._shares = 1 if self.flat else pack.world
-        self._targets = self._make_targets()
-        at = [pack.full] if self.flat else [start + pack.body(r) for r, start in enumerate(pack.starts)]
-        self._flags = [self.values[start : start + len(self.params)] for start in at]
-        self._ones = torch.ones(len(self.params), dtype=self.values.dtype, device=self.values.device)
-        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
-        # takes its gradient.
-        self._equal: list[Tensor] | None = None
-        if all(len(views) == 1 for views in self._targets):
-            self._equal = [views[0] for views in self._targets] + self._flags
-            self._moves = Moves(self._equal, self._equal)
+        self._targets: list[list[Tensor]] = []
         self.landed: Tensor | None = None
         self.whole: Tensor | None = None
         self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each reduced piece
@@ -79,6 +70,20 @@ class Bucket:
     @property
     def label(self) -> str:
         return f"gradients {self.index} ({self.params[0].name} … {self.params[-1].name})"
+
+    def _lay_out(self) -> None:
+        """Views of where gradients go, made when the first arrive."""
+        pack = self.pack
+        self._targets = self._make_targets()
+        at = [pack.full] if self.flat else [start + pack.body(r) for r, start in enumerate(pack.starts)]
+        self._flags = [self.values[start : start + len(self.params)] for start in at]
+        self._ones = torch.ones(len(self.params), dtype=self.values.dtype, device=self.values.device)
+        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
+        # takes its gradient.
+        self._equal: list[Tensor] | None = None
+        if all(len(views) == 1 for views in self._targets):
+            self._equal = [views[0] for views in self._targets] + self._flags
+            self._moves = Moves(self._equal, self._equal)
 
     def _make_targets(self) -> list[list[Tensor]]:
         """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
@@ -109,6 +114,8 @@ class Bucket:
     @torch.no_grad()
     def fill(self) -> None:
         """Copy the gradients of the leaves into the wire and let them go."""
+        if not self._targets:
+            self._lay_out()
         self.transport.fill(self.wire)
         leaves = [param.leaf for param in self.params]
         grads = [leaf.grad for leaf in leaves]

@@ -82,7 +82,10 @@ class Reader:
         """The header must be the one that was saved, and must say the same as the manifest."""
         raw = read_header_bytes(fd, path)
         if crc32(memoryview(raw)) != self.manifest.files[number].header_sum:
-            raise CheckpointError(f"{path}: the header does not match its checksum: damaged.")
+            raise CheckpointError(
+                f"{path}: the header does not match its checksum: damaged "
+                f"({tensors_of(self.manifest, number)})."
+            )
         spots = parse_header(raw, os.fstat(fd).st_size, path)
         for entry, span in self.manifest.in_file(number):
             spot = spots.get(entry.key(span))

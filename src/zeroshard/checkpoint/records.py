@@ -86,12 +86,14 @@ class Snapshot:
     """All that one rank wants saved, or wants loaded into.
 
     `values` is plain data (see `values.py`) and is the same on every rank: rank 0's is stored. `own` is this
-    rank's alone; it comes back to the rank of that number. Tensors may stand anywhere in either.
+    rank's alone; it comes back to the rank of that number. Tensors may stand anywhere in either. `parts` are
+    values, by key and name, of which ranks may hold different ones: joined, they are stored among the values.
     """
 
     held: Sequence[Held]
     values: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Peers(Protocol):

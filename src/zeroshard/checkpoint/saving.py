@@ -35,7 +35,7 @@ from zeroshard.checkpoint.ranges import (
 from zeroshard.checkpoint.records import BLOCK, CHUNK, FILE_LIMIT, Held, Peers, Saved, Snapshot, slot
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
-from zeroshard.checkpoint.values import pack
+from zeroshard.checkpoint.values import joined, pack
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.config import show_bytes
 from zeroshard.errors import CheckpointError
@@ -45,11 +45,13 @@ _VISIBLE = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Division:
-    """Who writes what, known to every rank: all tensors, each rank's tasks, and each rank's own values."""
+    """Who writes what, known to every rank: all tensors, each rank's tasks, each rank's own values, and those
+    that the ranks held parts of."""
 
     tensors: list[Described]
     tasks: list[list[Task]]
     own: list[Any]
+    joined: dict[str, Any]
 
 
 class Job:
@@ -78,6 +80,7 @@ class Job:
         self._unstorable: CheckpointError | None = None
         self.values: Any = {}
         self.own: Any = {}
+        self.parts: Any = {}
         self.held = [*snapshot.held]
         try:
             self._take_values(snapshot, copy)
@@ -87,6 +90,7 @@ class Job:
     def _take_values(self, snapshot: Snapshot, copy: bool) -> None:
         self.values, shared = pack(snapshot.values if self.peers.rank == 0 else {}, copy)
         self.own, private = pack(snapshot.own, copy)
+        self.parts, _ = pack(snapshot.parts)
         self.held += [Held.of(name, "value", tensor) for name, tensor in shared.items()]
         self.held += [Held.of(name, f"own:{self.peers.rank}", tensor) for name, tensor in private.items()]
 
@@ -120,13 +124,14 @@ class Job:
         """Who writes what: the same answer, or the same error, on every rank, since all compute it from the
         same data."""
         if self._division is None:
-            answers = together(self.peers, "describing what to save", self._describe)
+            answers = together(self.peers, f"saving to {self.target}", self._describe)
             try:
                 tensors = merge([answer["held"] for answer in answers])
                 tasks = assign(tensors, self.peers.size)
+                shared = joined([answer["parts"] for answer in answers])
             except CheckpointError as error:
                 raise AgreedError(str(error)) from error
-            self._division = Division(tensors, tasks, [answer["own"] for answer in answers])
+            self._division = Division(tensors, tasks, [answer["own"] for answer in answers], shared)
         return self._division
 
     def _describe(self) -> dict[str, Any]:
@@ -141,6 +146,7 @@ class Job:
         return {
             "held": [[h.kind, h.name, list(h.shape), h.dtype, *h.rows] for h in self.held],
             "own": self.own,
+            "parts": self.parts,
         }
 
     def _copy(self, staging: Staging, tasks: Sequence[Task]) -> None:
@@ -192,7 +198,7 @@ class Job:
         ticket = self._ticket
         assert ticket is not None
         manifest = replace(
-            assemble(plan.tensors, wrote, self.values, plan.own),
+            assemble(plan.tensors, wrote, {**self.values, **plan.joined}, plan.own),
             head=Head(shelf.next_serial(self.target.parent), time.time(), _step(self.step)),
         )
         if wrong := shelf.missing_files(ticket.staging, manifest):
@@ -239,7 +245,11 @@ def write_file(
     try:
         spans = []
         for task, spot in zip(tasks, spots, strict=True):
-            sums = _stream(held[task.index], task, writer)
+            try:
+                sums = _stream(held[task.index], task, writer)
+            except CheckpointError as error:
+                item = held[task.index]
+                raise CheckpointError(f"{error} It was at {quoted(item.name)} ({item.kind}).") from error
             spans.append([task.index, task.start, task.stop, spot.offset, sums.hex()])
         writer.close()
     finally:

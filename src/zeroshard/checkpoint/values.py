@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,21 @@ def _marked(mark: str, held: Any, tensor: Callable[[str], torch.Tensor], depth: 
     if mark == "$bytes":
         return base64.b64decode(held, validate=True)
     raise CheckpointError(f"the manifest's values hold an unknown mark {quoted(mark)}.")
+
+
+def joined(parts: Sequence[Any]) -> dict[str, Any]:
+    """Packed data for what several ranks hold parts of, `{key: {name: value}}`; the first rank's counts."""
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for key, named in unpack(part, _no_tensor).items():
+            mine = found.setdefault(key, {})
+            for name, value in named.items():
+                mine.setdefault(name, value)
+    return {key: pack(named)[0] for key, named in found.items()}
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError(f"plain values refer to the tensor {quoted(name)}.")
 
 
 def tensor_names(data: Any) -> list[str]:

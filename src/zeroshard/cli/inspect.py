@@ -2,11 +2,12 @@
 
 Reads its manifest only, so it answers at once whatever the size. With --against, the model that a factory
 returns is built without memory (on the meta device), and names and shapes are compared; the exit code is 1
-where they differ.
+where they differ. --plan prints the plan of the run that saved it, for `zs.shard(plan=zs.Plan.read(...))`.
 
 examples:
   zeroshard inspect ckpt/1000
   zeroshard inspect ckpt/1000 --all --against project.model:build
+  zeroshard inspect ckpt/1000 --plan > plan.json
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", help="the folder of a checkpoint")
     add("--against", metavar="MODULE:FACTORY", help="compare with the model that this function returns")
+    add("--plan", action="store_true", help="print the plan of its run as JSON, and nothing else")
     add("--all", action="store_true", help=f"list every tensor, not only the {_SHOWN} largest")
 
 
@@ -35,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from zeroshard.checkpoint import read_manifest
 
     manifest = read_manifest(arguments.checkpoint)
+    if arguments.plan:
+        return _plan(manifest, arguments.checkpoint)
     console = Console(highlight=False)
     _facts(manifest, arguments.checkpoint, console)
     _tensors(manifest, console, None if arguments.all else _SHOWN)
@@ -56,6 +60,41 @@ def _facts(manifest: Manifest, path: str, console: Any) -> None:
         f"{len(manifest.entries)} tensors, {show_bytes(manifest.bytes)} in {len(manifest.files)} files",
         markup=False,
     )
+
+    if options := _options(manifest.values.get("options")):
+        console.print(f"options: {options}", markup=False)
+
+
+def _options(saved: Any) -> str:
+    """The options that are not as they are by default."""
+    from zeroshard.config import Options
+    from zeroshard.plan import settings_of
+
+    if not isinstance(saved, dict):
+        return ""
+    usual = {**settings_of(Options()), "stage": None}
+    changed = [(name, value) for name, value in saved.items() if value != usual.get(name)]
+    return ", ".join(f"{_printable(str(name))}={_value(value)}" for name, value in changed[:_SHOWN])
+
+
+def _value(value: Any, deep: int = 3) -> str:
+    """`Offload(optimizer=host, …)` for a record, and the text of anything else; short, whoever wrote it."""
+    if isinstance(value, dict) and deep:
+        fields = [(k, v) for k, v in value.items() if k != "type" and v is not None]
+        inner = ", ".join(f"{_printable(str(k))}={_value(v, deep - 1)}" for k, v in fields[:_SHOWN])
+        return f"{_printable(str(value.get('type', '')))}({inner})"
+    plain = isinstance(value, str | int | float | None)
+    return _printable(str(value))[:80] if plain else "…"
+
+
+def _plan(manifest: Manifest, path: str) -> int:
+    from zeroshard.errors import CheckpointError
+
+    plan = manifest.values.get("plan")
+    if not isinstance(plan, str):
+        raise CheckpointError(f"{path} holds no plan: its run was given options, not a limit or a plan.")
+    print(plan.strip())
+    return 0
 
 
 def _tensors(manifest: Manifest, console: Any, most: int | None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroshard.codec.base import Compression
 from zeroshard.errors import OptionError
+from zeroshard.native.codes import touched
 from zeroshard.policy import Numerics
 
 _KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,7 +50,7 @@ class Rows(Compression):
                 f"Rows: `values` is {values.dtype} of shape {tuple(values.shape)} and stride "
                 f"{values.stride()}; a contiguous matrix of floating-point numbers is needed."
             )
-        places = (values != 0).any(1).nonzero().view(-1)
+        places = touched(values).nonzero().view(-1)
         count = len(places)
         used = self.room(count, values.shape[1], values.dtype)
         if used > code.numel():

@@ -10,9 +10,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["HALF", "broadcast", "host_bytes", "land"]
+__all__ = ["HALF", "broadcast", "host_bytes", "is_large", "land"]
 
 HALF = 1 << 22
+
+
+def is_large(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether this is a model's worth, which travels once: the bounce buffer need not be kept for it, as it
+    is for a few statistics that travel every step."""
+    return sum(tensor.nbytes for tensor in tensors) > 2 * HALF
 
 
 def host_bytes(tensor: torch.Tensor, keep: bool) -> torch.Tensor:

@@ -343,6 +343,8 @@ class GlooTransport(Transport):
 
         with self.counters.waiting("broadcast"):
             bounce.broadcast(tensors, buffer, sends, move)
+        if bounce.is_large(tensors):
+            self._bounce = None
         self._count_broadcast(tensors, source)
 
     # The end

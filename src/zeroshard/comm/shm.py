@@ -295,6 +295,8 @@ class ShmTransport(Transport):
             bounce.broadcast(tensors, whole, sends, lambda start, stop: self._control.mail(label, b""))
             # The next broadcast starts at the first half again, which a slow peer may still be reading.
             self._control.mail(label, b"")
+        if bounce.is_large(tensors):
+            self.free(self._bounces.pop(source))
         self._count_broadcast(tensors, source)
 
     # The end

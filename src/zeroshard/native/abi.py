@@ -87,6 +87,10 @@ class Largest(ctypes.Structure):
     _fields_ = _fields("i64: count k; ptr: values residual momentum places chosen; f32: inertia", _TYPES)
 
 
+class Touched(ctypes.Structure):
+    _fields_ = _fields("i64: count width; ptr: words found; u32: mask", _TYPES)
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
     "sgd": Sgd,
@@ -102,10 +106,11 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "encode_blocks": Blocks,
     "decode_blocks": Blocks,
     "largest": Largest,
+    "touched": Touched,
 }
 
 
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 3 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 4 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))

@@ -116,9 +116,32 @@ def largest(
     return True
 
 
-def spread(numel: int, block: int, work: Callable[[int, int], None]) -> None:
-    """Run `work(start, stop)` over whole blocks, on as many threads as torch may use."""
-    share = -(-SHARE // block) * block
+# The bits of a 32-bit word that are no sign.
+_UNSIGNED = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF7FFF, torch.float16: 0x7FFF7FFF}
+
+
+def touched(matrix: Tensor) -> Tensor:
+    """Marks the rows of a matrix, on any device, that hold anything but zeros."""
+    kernels = loader.kernels()
+    rows, width = matrix.shape[0], matrix.shape[1] * matrix.element_size()
+    plain = matrix.device.type == "cpu" and matrix.is_contiguous()
+    mask = _UNSIGNED.get(matrix.dtype)
+    if kernels is None or not plain or mask is None or width % 4:
+        return (matrix != 0).any(1)
+    found = torch.empty(rows, dtype=torch.bool)
+
+    def share(start: int, stop: int) -> None:
+        words, to = matrix.data_ptr() + start * width, found.data_ptr() + start
+        kernels.touched(ctypes.byref(abi.Touched(stop - start, width // 4, words, to, mask)))
+
+    spread(rows, 1, share, each=max(1, width // 4))
+    return found
+
+
+def spread(numel: int, block: int, work: Callable[[int, int], None], each: int = 1) -> None:
+    """Run `work(start, stop)` over whole blocks, on as many threads as torch may use. `each` says how many
+    values an element stands for."""
+    share = -(-SHARE // (block * each)) * block
     threads = torch.get_num_threads()
     if threads == 1 or numel < 2 * share:
         work(0, numel)

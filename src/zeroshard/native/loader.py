@@ -37,6 +37,7 @@ class Kernels:
         self.encode_blocks = self._function(library, "encode_blocks")
         self.decode_blocks = self._function(library, "decode_blocks")
         self.largest = self._function(library, "largest")
+        self.touched = self._function(library, "touched")
         # A library from before it existed is as good for all else, and zlib takes its place.
         known = hasattr(library, "zs_checksum")
         self.checksum = self._function(library, "checksum") if known else None

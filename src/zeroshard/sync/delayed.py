@@ -4,6 +4,10 @@
 be filled in the next, so its reduction has the time of a whole step. It is summed into a buffer of its own
 (`coming`), because `landed`, which `home.grad` shows, still has the gradient of the step before: some
 transports add as soon as the pieces are there. So every bucket has its own wire at every stage.
+
+[Note: nobody reads any more] A bucket of this backward cannot come back before every rank has sent it, and
+is through with its parameters: so host updates may begin when it lands. A bucket of the last backward can:
+peers may still gather the rows that it would change. Sinks get theirs at the end of backward, behind a fence.
 """
 
 from __future__ import annotations
@@ -62,11 +66,7 @@ class DelayedGradients(Gradients):
             bucket.landed.copy_(coming)
         else:  # no longer behind: the one under way and the one that has just come are averaged
             bucket.landed.add_(coming).mul_(0.5)
-        used = bucket.used_anywhere()
-        if bucket.sink is not None:
-            bucket.sink(bucket.landed, used)
-        else:
-            self._ready[bucket.index] = used
+        self._ready[bucket.index] = bucket.used_anywhere()
 
     def _progress(self) -> None:
         for work in self._due.values():
@@ -78,10 +78,16 @@ class DelayedGradients(Gradients):
             self._send(self.buckets[self._next])
         if not self.behind:
             self.land_all()
+        if any(self.buckets[index].sink is not None for index in self._ready):
+            self.transport.fence()  # see [Note: nobody reads any more]
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)
             used = self._ready.pop(bucket.index, None)
-            if bucket.sink is None:
+            if bucket.sink is not None:
+                if used is not None:
+                    assert bucket.landed is not None
+                    bucket.sink(bucket.landed, used)
+            else:
                 newer, bucket.used = bucket.used, used if used is not None else [False] * len(bucket.params)
                 if used is None:
                     self._clear_flags(bucket)

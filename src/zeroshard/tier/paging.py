@@ -208,9 +208,7 @@ class Paging:
         """Raise what failed in a lane."""
         if self._broken is not None:
             label, error = self._broken
-            raise TierError(
-                f"the disk tier failed at {label}: {type(error).__name__}: {error}"
-            ) from error
+            raise TierError(f"the disk tier failed at {label}: {type(error).__name__}: {error}") from error
 
     def fail(self, label: str, error: BaseException) -> None:
         """Keep an error, and wake whoever waits for what will not come."""

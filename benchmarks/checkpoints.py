@@ -1,0 +1,174 @@
+"""Save and load the same bytes with ZeroShard, torch.distributed.checkpoint and torch.save, in turn.
+
+python benchmarks/checkpoints.py --out
+
+Two ranks hold a model at stage 3 with AdamW's moments. A round saves and loads with each system, then saves
+beside a training step; each round begins with another system. Once with all data synced to the device before
+a save counts as done (ours always does, the others are told to), and once with none of that. Seconds are
+those of the slower rank, processor seconds those of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kept
+
+HERE = Path(__file__).resolve().parent
+SYSTEMS = {"ours": "ZeroShard", "dcp": "torch.distributed.checkpoint", "torch": "torch.save, rank by rank"}
+HELD_UP = 0.05  # of a blocking save
+EXTRA = 256 * 2**20  # bytes a rank, beyond one staging copy for background saves
+
+Rows = Sequence[dict[str, Any]]
+
+
+def measure(folder: Path, megabytes: int, repeats: int) -> dict[str, Any]:
+    out = folder / "rows.json"
+    command = [sys.executable, "-m", "zeroshard", "run", "--ranks", "2", "--threads", "1"]
+    command += [str(HERE / "checkpoints_rank.py"), str(folder / "files"), str(out)]
+    command += ["--megabytes", str(megabytes), "--repeats", str(repeats)]
+    subprocess.run(command, check=True)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def timed(rows: Rows) -> Rows:
+    """Without the round that warms up: it counts for memory, which later ones find allocated."""
+    return [row for row in rows if row["repeat"] >= 0]
+
+
+def middle(rows: Rows, what: str, sync: bool, field: str = "seconds") -> float:
+    return statistics.median(row[field] for row in rows if row["what"] == what and row["sync"] == sync)
+
+
+def ratio(rows: Rows, sync: bool, over: str, under: str, field: str = "seconds") -> float:
+    """The median of the rounds' own ratios: what a busy minute does falls on both."""
+
+    def column(what: str) -> dict[int, float]:
+        return {row["repeat"]: row[field] for row in rows if row["what"] == what and row["sync"] == sync}
+
+    one, other = column(over), column(under)
+    return statistics.median(one[repeat] / other[repeat] for repeat in one)
+
+
+def lines_of(rows: Rows, sync: bool, total: int) -> list[dict[str, str]]:
+    found = []
+    for verb in ("save", "load", "background"):
+        for name, title in SYSTEMS.items():
+            what = f"{verb} {name}"
+            if not any(row["what"] == what for row in rows):
+                continue
+            seconds = middle(rows, what, sync)
+            found.append(
+                {
+                    "": what.replace(name, "").strip().replace("background", "background save, with a step"),
+                    "system": title,
+                    "s": f"{seconds:.2f}",
+                    "processor s": f"{middle(rows, what, sync, 'cpu'):.2f}",
+                    "MB/s a rank": f"{total / seconds / 1e6:.0f}",
+                    "÷ ours": f"{ratio(rows, sync, what, f'{verb} ours'):.2f}",
+                    "extra memory, MiB a rank": f"{middle(rows, what, sync, 'extra') / 2**20:.0f}",
+                }
+            )
+    return found
+
+
+def beside(rows: Rows, sync: bool) -> list[dict[str, str]]:
+    found = []
+    for name in ("ours", "dcp"):
+        held, save = middle(rows, f"held up {name}", sync), middle(rows, f"save {name}", sync)
+        alone, step = middle(rows, f"step alone {name}", sync), middle(rows, f"step beside {name}", sync)
+        found.append(
+            {
+                "system": SYSTEMS[name],
+                "training held up, ms": f"{1e3 * held:.1f}",
+                "of it by the call": f"{1e3 * middle(rows, f'held up by the call {name}', sync):.1f}",
+                "of its blocking save": f"{ratio(rows, sync, f'held up {name}', f'save {name}'):.1%}",
+                "blocking save, ms": f"{1e3 * save:.0f}",
+                "a step alone, ms": f"{1e3 * alone:.0f}",
+                "a step beside it, ms": f"{1e3 * step:.0f}",
+            }
+        )
+    return found
+
+
+def bars(rows: Rows, every: Rows, total: int) -> list[dict[str, str]]:
+    """What was promised, and whether it is so."""
+    found = []
+
+    def judge(bar: str, value: float, most: float, shown: str) -> None:
+        found.append({"bar": bar, "measured": shown, "verdict": "met" if value <= most else "MISSED"})
+
+    for sync in (True, False):
+        how = "synced" if sync else "not synced"
+        for verb in ("save", "load"):
+            for other in ("dcp", "torch"):
+                share = ratio(rows, sync, f"{verb} ours", f"{verb} {other}")
+                spent = ratio(rows, sync, f"{verb} ours", f"{verb} {other}", "cpu")
+                shown = f"{share:.2f} of its time, {spent:.2f} of its processor time"
+                judge(f"{verb}, {how}: at most the time of {SYSTEMS[other]}", share, 1.0, shown)
+        share = ratio(rows, sync, "held up ours", "save ours")
+        judge(
+            f"a background save, {how}, holds training up by 5 % of a blocking one",
+            share,
+            HELD_UP,
+            f"{share:.1%}",
+        )
+    for what, spare in (("save ours", 0), ("load ours", 0), ("background ours", total)):
+        most = max(row["extra"] for row in every if row["what"] == what)
+        beyond = " beyond its copy" if spare else ""
+        shown = f"{(most - spare) / 2**20:.0f} MiB"
+        judge(f"{what.removesuffix(' ours')}: at most 256 MiB a rank{beyond}", most - spare, EXTRA, shown)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=600, help="of weights and moments, both ranks")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary one)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument(
+        "--out", action="store_true", help="write benchmarks/results/DATE-checkpoints.json, .md"
+    )
+    asked = parser.parse_args(arguments)
+    facts = kept.facts("checkpoints: save and load beside torch.distributed.checkpoint and torch.save")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=asked.folder) as place:
+        measured = measure(Path(place), asked.megabytes, asked.repeats)
+    rows, total = measured["rows"], measured["bytes of a rank"]
+    judged = bars(timed(rows), rows, total)
+    found = {
+        **facts,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "job": f"2 ranks of one thread, stage 3, AdamW, {total / 1e6:.0f} MB a rank, {asked.repeats} rounds",
+        "bars": judged,
+        "rows": rows,
+    }
+    body = ["## Bars", "", *kept.table(judged), ""]
+    for sync in (True, False):
+        body += [
+            f"## {'Synced to the device' if sync else 'Not synced'}",
+            "",
+            *kept.table(lines_of(timed(rows), sync, total)),
+            "",
+        ]
+        body += [*kept.table(beside(timed(rows), sync)), ""]
+    text = kept.show(found, body)
+    print(text)
+    if asked.out:
+        kept.keep("checkpoints", found, text)
+    return int(asked.check and any(row["verdict"] != "met" for row in judged))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
