@@ -13,7 +13,7 @@ import pytest
 from offload_case import Case, Pace, Trained, furthest, offloaded, plain, thirds
 
 import zeroshard as zs
-from zeroshard import lending
+from zeroshard import memory
 from zeroshard.testing import assert_same_bits, ranks
 from zeroshard.tier import streaming
 
@@ -82,7 +82,7 @@ def test_auto_over_all_three_tiers(
 ) -> None:
     """State on the device is updated by torch's own AdamW, whose last bit is not the kernel's: equal to plain
     PyTorch as the others are, and to itself with every delay."""
-    for owner in (lending, streaming):
+    for owner in (memory, streaming):
         monkeypatch.setattr(owner, "BLOCKS", 2)  # else they alone take more than the model
     offload = thirds({"stage": 3}, 1, parameters, path=str(disk_folder), stage_bytes=4096, threads=2)
     waited = trained(1, TWICE, 3, offload, None, "waited")

@@ -271,7 +271,7 @@ class Options:
     bucket_bytes: int = 25 * 2**20
     prefetch: int = 1
     recompute: tuple[str, ...] | bool = False
-    split: Literal["auto", "rows", "whole"] = "auto"
+    split: Literal["auto", "rows", "level", "whole"] = "auto"
     buffers: Literal["broadcast", "local"] = "broadcast"
     transport: TransportName = "auto"
     offload: Offload | None = None
@@ -321,7 +321,7 @@ class Options:
                 "host: pass shard(..., compress=...) for one codec throughout."
             )
         for name, known in (
-            ("split", ("auto", "rows", "whole")),
+            ("split", ("auto", "rows", "level", "whole")),
             ("buffers", ("broadcast", "local")),
             ("transport", TRANSPORTS),
         ):
@@ -386,7 +386,7 @@ class OptionKeys(TypedDict, total=False):
     bucket_bytes: int | str
     prefetch: int
     recompute: bool | str | Sequence[str]
-    split: Literal["auto", "rows", "whole"]
+    split: Literal["auto", "rows", "level", "whole"]
     buffers: Literal["broadcast", "local"]
     transport: TransportName
     offload: Offload | None

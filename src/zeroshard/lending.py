@@ -1,19 +1,17 @@
-"""Buffers that are lent: gathered ones on the device in a training step, and those on the host that bytes
-pass through between tiers. Integers only.
+"""Which gathered buffers are lent at one time in a training step. Integers only.
 
-Gathered ones follow `runtime`: forward keeps the root and the last unit, backward lets a unit go when the
-next one comes, and gathers run some units ahead where the transport overlaps. A recomputed unit comes before
-the one above it has gone.
+Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one comes,
+and gathers run some units ahead where the transport overlaps. A recomputed unit comes before the one above it
+has gone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .layout import aligned
 
-BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 Sizes = Counter[tuple[int, str]]  # elements and dtype of a buffer -> how many
 
 
@@ -26,26 +24,25 @@ def most_lent(
 ) -> Sizes:
     """The most buffers of each size. `sizes`: what every unit gathers, in forward order; nothing where it is
     always whole. `stages`: where its codes arrive meanwhile; `at_once`: those of all units together."""
-    order, lent, arriving, most = list(sizes), dict[str, None](), dict[str, None](), Sizes()
-
-    def count(held: Iterable[Sizes]) -> None:
-        for key, number in sum(held, Sizes()).items():
-            most[key] = max(most[key], number)
+    order, most = list(sizes), Sizes()
+    lent, arriving = _Held(sizes, most), _Held(stages, most)
 
     def take(names: Sequence[str]) -> None:
         for name in names:
-            if name not in lent:
-                lent[name] = arriving[name] = None
-                count(sizes[held] for held in lent)
-                count(stages[held] for held in arriving)
+            if name not in lent.names:
+                lent.take(name)
+                arriving.take(name)
 
     if at_once:
-        count(stages.values())
+        for name in order:
+            arriving.take(name)
+        for name in order:
+            arriving.give(name)
     for place, name in enumerate(order):
         take(order[place : place + 1 + ahead])
-        arriving.pop(name, None)
+        arriving.give(name)
         if name != order[0] and place < len(order) - 1:
-            del lent[name]
+            lent.give(name)
     above: str | None = None
     for place in reversed(range(len(order))):
         if not sizes[order[place]]:
@@ -54,16 +51,31 @@ def most_lent(
         if recomputes(order[place]):
             take(coming)
         if above is not None and above != order[0]:
-            lent.pop(above, None)
+            lent.give(above)
         take(coming)
-        arriving.pop(order[place], None)
+        arriving.give(order[place])
         above = order[place]
     return most
 
 
-def block_bytes(stretches: Iterable[int]) -> int:
-    """The ring that weights pass through on their way from the disk; bytes of each part's."""
-    return BLOCKS * min(REQUEST, max(stretches, default=0))
+class _Held:
+    """What is held at one time, and in `most` the most of each size that ever was."""
+
+    def __init__(self, sizes: Mapping[str, Sizes], most: Sizes) -> None:
+        self.names: set[str] = set()
+        self._sizes, self._most, self._now = sizes, most, Sizes()
+
+    def take(self, name: str) -> None:
+        if name not in self.names:
+            self.names.add(name)
+            self._now.update(self._sizes[name])
+            for key in self._sizes[name]:
+                self._most[key] = max(self._most[key], self._now[key])
+
+    def give(self, name: str) -> None:
+        if name in self.names:
+            self.names.discard(name)
+            self._now.subtract(self._sizes[name])
 
 
 def staging_bytes(sizes: Sequence[int], stages: int) -> int:

@@ -9,7 +9,7 @@ does not fit does not keep a smaller one behind it out, so nothing is offloaded 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Literal
@@ -165,12 +165,6 @@ class Wish:
     optimizer: Tier = "auto"
     parameters: Tier = "auto"
     parameter_rests: tuple[Rest, ...] = RESTS
-
-    def of(self, world: int, whole: bool, disk: bool) -> Wish:
-        """With the tiers that so many ranks can stream parameters from: none where each keeps them whole, the
-        disk on one rank."""
-        near: tuple[Rest, ...] = ("device",) if whole else ("device", "host")
-        return replace(self, parameter_rests=RESTS if world == 1 and disk else near)
 
     def rests(self, what: Literal["optimizer", "parameters"]) -> tuple[Rest, ...]:
         wanted: Tier = self.optimizer if what == "optimizer" else self.parameters
