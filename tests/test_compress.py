@@ -50,6 +50,7 @@ GATHERED: list[tuple[int, Recipe, dict[str, Any]]] = [
     *[(2, GPT, {"stage": stage}) for stage in (1, 3)],
     (3, MLP, {"stage": 3, "transport": "gloo"}),
     (2, MLP, {"stage": 1, "transport": "gloo"}),
+    (4, MLP, {"stage": 3, "node_cache": True, "ranks_per_node": 2}),
     *[(2, MLP, {"stage": stage, "precision": "bf16"}) for stage in (2, 3)],
     (2, Recipe("mlp", "muon", steps=3), {"stage": 3}),
     (2, GPT, {"stage": 3, "precision": "bf16", "offload": zs.Offload(master="split"), "clip_norm": 0.5}),
