@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compare import environment
-from links_rank import Task, entries
+from links_rank import Task, across_nodes, entries
 from models import WORKLOADS
 from namespaces import Link, Network, address, end_with_parent, network, why_not
 from rich.console import Console
@@ -33,18 +33,27 @@ EXACT = 1e-4  # relative, of the first losses: a system that trains another mode
 
 def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, object]:
     """All systems on one kind of link: the slowest rank's times, or what went wrong."""
-    with network(world, link) as net, tempfile.TemporaryDirectory(prefix="links-") as folder:
+    per_node = options.ranks_per_node
+    model = options.model or ("paced-7m" if link.mbit >= 1000 else "paced-2m")
+    with network(world // per_node, link) as net, tempfile.TemporaryDirectory(prefix="links-") as folder:
         measured = probe(net)
         answers = [Path(folder, f"rank{rank}.json") for rank in range(world)]
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
         ranks = []
         for rank in range(world):
             task = Task(
-                options.model, options.systems, rank, world, address(0), options.seconds, str(answers[rank])
+                model,
+                options.systems,
+                rank,
+                world,
+                address(0),
+                options.seconds,
+                str(answers[rank]),
+                per_node,
+                options.visits,
             )
-            command = net.command(
-                rank, [sys.executable, str(HERE / "links_rank.py"), json.dumps(asdict(task))]
-            )
+            words = [sys.executable, str(HERE / "links_rank.py"), json.dumps(asdict(task))]
+            command = net.command(rank // per_node, words)
             with logs[rank].open("wb") as log:
                 ranks.append(
                     subprocess.Popen(
@@ -57,16 +66,17 @@ def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, o
                 )
         problem = wait(ranks, options.timeout)
         told = [json.loads(a.read_text()) if a.exists() else {} for a in answers]
-        rows = {s: combine([t[s] for t in told]) for s in options.systems if all(s in t for t in told)}
+        rows = {s: best([t[s] for t in told]) for s in options.systems if all(s in t for t in told)}
         lines = [
             line for log in logs for line in log.read_text(errors="replace").splitlines() if "Error" in line
         ]
         note = f"{problem}: {lines[-1][:300] if lines else 'no error in its output'}" if problem else ""
-        return {"world": world, "link": asdict(link), "measured": measured, "rows": rows, "problem": note}
+        facts = {"model": model, "world": world, "per_node": per_node, "load_average": os.getloadavg()[0]}
+        return {**facts, "link": asdict(link), "measured": measured, "rows": rows, "problem": note}
 
 
 def surroundings(rank: int, world: int) -> dict[str, str]:
-    """As for `compare.py`, but each rank on a host of its own."""
+    """As for `compare.py`, but on several hosts."""
     changed = {
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": "0",
@@ -110,6 +120,12 @@ def probe(net: Network) -> dict[str, float]:
     return found
 
 
+def best(ranks: list[list[dict[str, object]]]) -> dict[str, object]:
+    """The visit in which others disturbed least: the one with the shortest steps."""
+    visits = [combine(list(visit)) for visit in zip(*ranks, strict=False)]
+    return min(visits, key=lambda row: float(row["step_ms"]))  # type: ignore[arg-type]
+
+
 def combine(ranks: list[dict[str, object]]) -> dict[str, object]:
     """The slowest rank counts; losses are averaged, which makes them those of the whole batch."""
     losses = [sum(step) / len(ranks) for step in zip(*(r["losses"] for r in ranks), strict=True)]  # type: ignore[call-overload]
@@ -121,10 +137,10 @@ def check(result: dict[str, object]) -> None:
     """Mark exact systems that trained another model than DDP."""
     rows: dict[str, dict[str, object]] = result["rows"]  # type: ignore[assignment]
     reference = rows.get("ddp")
-    known = entries()
+    known = {**entries(), **across_nodes()}
     for system, row in rows.items():
         if reference is not None and known[system].exact:
-            pairs = zip(row["losses"], reference["losses"], strict=True)  # type: ignore[call-overload]
+            pairs = zip(row["losses"], reference["losses"], strict=False)  # type: ignore[call-overload]
             gap = max(abs(a - b) / abs(b) for a, b in pairs)
             if gap > EXACT:
                 row["note"] = f"INVALID: losses differ from DDP's by {gap:.1e}"
@@ -133,8 +149,9 @@ def check(result: dict[str, object]) -> None:
 def tabulate(result: dict[str, object]) -> Table:
     link = Link(**result["link"])  # type: ignore[arg-type]
     got: dict[str, float] = result["measured"]  # type: ignore[assignment]
+    each = f", {result['per_node']} a node" if result["per_node"] != 1 else ""
     title = (
-        f"{result['world']} ranks, {link.name} "
+        f"{result['world']} ranks{each}, {link.name}, {result['model']} "
         f"(measured: {got['mbit']:.0f} Mbit/s, round trip {got['round_trip_ms']:.2f} ms)"
     )
     table = Table(title=title, title_justify="left")
@@ -164,7 +181,8 @@ def record(options: argparse.Namespace, results: list[dict[str, object]]) -> dic
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "kernel": platform.release(),
-        "model": WORKLOADS[options.model].describe(),
+        "models": {str(r["model"]): WORKLOADS[str(r["model"])].describe() for r in results},
+        "visits": options.visits,
         "how": "namespaces; rate by tbf; latencies of 0.5 ms and more by a user-space relay (no netem)",
         "results": results,
     }
@@ -173,13 +191,19 @@ def record(options: argparse.Namespace, results: list[dict[str, object]]) -> dic
 def write(path: Path, told: dict[str, object], console: Console) -> None:
     """JSON, and the tables beside it as Markdown."""
     path.write_text(json.dumps(told, indent=1) + "\n")
-    model: dict[str, object] = told["model"]  # type: ignore[assignment]
+    models: dict[str, dict[str, object]] = told["models"]  # type: ignore[assignment]
+    shown = "; ".join(
+        f"{name}: {m['parameters']:,} parameters, {1e3 * float(str(m['seconds'])):.0f} ms of computation"
+        for name, m in models.items()
+    )
+    load: tuple[float, ...] = told["load_average"]  # type: ignore[assignment]
     lines = [
         f"# Step times over shaped links, {told['date']}",
         "",
-        f"`{told['command']}` at {told['commit']}, {told['cores']} cores, load average when it ended "
-        f"{told['load_average'][0]:.1f}. Model: {model['name']}, "  # type: ignore[index]
-        f"{model['parameters']:,} parameters in {model['tensors']} tensors, fp32, AdamW. "
+        f"`{told['command']}` at {told['commit']}, {told['cores']} cores shared with other work (load "
+        f"average {load[0]:.1f} when it ended): of the rounds of a system, the first quartile counts, and of "
+        f"its visits ({told['visits']}, with all others in between) the shortest. Models in fp32 with AdamW, "
+        f"whose computation is a sleep, as with a GPU ({shown}): what is compared is communication. "
         f"Links: {told['how']}.",
         "",
         "`sent a step` is what the network interface of the busiest rank counted. `waited`: share of the "
@@ -197,7 +221,7 @@ def write(path: Path, told: dict[str, object], console: Console) -> None:
 
 def main() -> int:
     """Every link for every number of ranks."""
-    known = list(entries())
+    known = list({**entries(), **across_nodes()})
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -207,11 +231,17 @@ def main() -> int:
     parser.add_argument(
         "--systems", nargs="+", choices=known, default=known, metavar="SYSTEM", help=", ".join(known)
     )
-    parser.add_argument("--model", choices=list(WORKLOADS), default="gpt-3m")
-    parser.add_argument("--seconds", type=float, default=2.0, help="to time each system for")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="as many share a namespace and a link")
+    parser.add_argument("--model", choices=list(WORKLOADS), help="default: by the link's rate")
+    parser.add_argument("--visits", type=int, default=2, help="of each system; the least disturbed counts")
+    parser.add_argument("--seconds", type=float, default=1.0, help="to time each system for")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one link")
     parser.add_argument("--out", nargs="?", const="", metavar="FILE.json")
     options = parser.parse_args()
+    if options.ranks_per_node > 1 and options.systems is known:
+        options.systems = list(across_nodes())
+    elif options.systems is known:
+        options.systems = list(entries())
     if problem := why_not():
         print(f"links.py: {problem}", file=sys.stderr)
         return 2

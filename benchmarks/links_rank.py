@@ -5,8 +5,8 @@ Started inside a namespace as `python links_rank.py '<assignment as JSON>'`; lea
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import itertools
 import json
 import sys
 import time
@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-WINDOW, TRIES = 3, 4  # of Adaptive: steps a window, and windows until it has tried everything and settled
+WINDOW = 3  # of Adaptive: steps that it measures of each choice
 LOCAL = 8
-BUCKET = 1 << 20  # of a small model, so that there is something to overlap
+TRIAL = 3 * (WINDOW + 1) + 2 * LOCAL  # steps until Adaptive has tried all and settled
+BUCKETS = 6  # of a model, so that there is something to overlap
 PORT = 29500  # of a namespace that has no other processes
 
 
@@ -30,8 +31,10 @@ class Task:
     rank: int
     world: int
     master: str
-    seconds: float  # to time each system for, at least three steps
+    seconds: float  # to time each visit of a system for, at least one round
     answer: str
+    per_node: int = 1
+    visits: int = 1  # of each system, all of them between two of one: the machine may be shared
 
 
 @dataclass(frozen=True)
@@ -52,41 +55,63 @@ class Entry:
 
     make: Callable[..., object]
     round: int = 1
-    warmup: int = 2
+    warmup: int = 1
     exact: bool = True
 
 
-def entries() -> dict[str, Entry]:
-    """All systems by name: the peers, every stage, every policy, and every codec that there is."""
+def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
+    """All systems by name: the peers, every stage, every policy, and every codec."""
     from systems import SYSTEMS, zeroshard
 
     import zeroshard as zs
 
     def ours(stage: int, **options: object) -> Callable[..., object]:
-        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=BUCKET, **options)
+        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=bucket, **options)
 
     found = {name: Entry(SYSTEMS[name]) for name in ("ddp", "fsdp2-zero2", "fsdp2-zero3", "ps")}
     found |= {f"zs-{stage}": Entry(ours(stage)) for stage in range(4)}
-    found["zs-2-delayed"] = Entry(ours(2, sync=zs.Delayed()), exact=False)
-    local = zs.Local(steps=LOCAL)
+    int8, topk, local = zs.Int8(), zs.TopK(ratio=0.01), zs.Local(steps=LOCAL)
+    coded = {
+        "zs-0-int8": ours(0, compress=int8),
+        "zs-0-int4": ours(0, compress=zs.Int4()),
+        "zs-0-onebit": ours(0, compress=zs.OneBit(warmup_steps=1)),
+        "zs-0-topk": ours(0, compress=topk),
+        "zs-0-lowrank": ours(0, compress=zs.LowRank(rank=4)),
+        "zs-2-bf16": ours(2, compress=zs.Cast("bfloat16"), gather=zs.Cast("bfloat16")),
+        "zs-2-int8": ours(2, compress=int8, gather=int8),
+        "zs-2-topk": ours(2, compress=topk, gather=int8),
+        "zs-3-int8": ours(3, compress=int8, gather=int8),
+        "zs-2-delayed": ours(2, sync=zs.Delayed()),
+        "zs-2-delayed-int8": ours(2, sync=zs.Delayed(), compress=int8, gather=int8),
+    }
+    found |= {name: Entry(make, exact=False) for name, make in coded.items()}
     found[f"zs-0-local{LOCAL}"] = Entry(ours(0, sync=local), LOCAL, LOCAL, exact=False)
-    choices = [zs.EveryStep(), zs.Local(steps=2), local]
-    trial = TRIES * max(WINDOW + 1, LOCAL)
-    adaptive = zs.Adaptive(choices=choices, window=WINDOW)
-    found["zs-0-adaptive"] = Entry(ours(0, sync=adaptive), LOCAL, trial, exact=False)
-    if "compress" in {field.name for field in dataclasses.fields(zs.Options)}:
-        made = {
-            "bf16": lambda: zs.Cast("bfloat16"),  # type: ignore[attr-defined]
-            "int8": lambda: zs.Int8(),  # type: ignore[attr-defined]
-            "int4": lambda: zs.Int4(),  # type: ignore[attr-defined]
-            "onebit": lambda: zs.OneBit(warmup_steps=1),  # type: ignore[attr-defined]
-            "topk": lambda: zs.TopK(ratio=0.01),  # type: ignore[attr-defined]
-            "lowrank": lambda: zs.LowRank(rank=4),  # type: ignore[attr-defined]
-        }
-        for name, make in made.items():
-            for stage in (2, 3):
-                found[f"zs-{stage}-{name}"] = Entry(ours(stage, compress=make()), exact=False)
+    found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, 32, exact=False)
+    choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
+    adaptive = zs.Adaptive(choices=choices, window=WINDOW, unrest=1e9)
+    found["zs-0-adaptive"] = Entry(ours(0, sync=adaptive), LOCAL, TRIAL, exact=False)
     return found
+
+
+def across_nodes(bucket: int = 1 << 20) -> dict[str, Entry]:
+    """For several ranks a node: stage 3 as it is, and with rows of other nodes kept inside the node."""
+    from systems import SYSTEMS, zeroshard
+
+    import zeroshard as zs
+
+    def ours(**options: object) -> Callable[..., object]:
+        return partial(zeroshard, stage=3, bucket_bytes=bucket, ranks_per_node=2, **options)
+
+    cached = partial(ours, transport="nodes", node_cache=True)
+    return {
+        "ddp": Entry(SYSTEMS["ddp"]),
+        "fsdp2-zero3": Entry(SYSTEMS["fsdp2-zero3"]),
+        "zs-3": Entry(ours(transport="gloo")),
+        "zs-3-cache": Entry(cached()),
+        "zs-3-cache-gather8": Entry(cached(gather=zs.Int8()), exact=False),
+        "zs-3-cache-int8": Entry(cached(gather=zs.Int8(), compress=zs.Int8()), exact=False),
+        "zs-3-int8": Entry(ours(transport="gloo", compress=zs.Int8(), gather=zs.Int8()), exact=False),
+    }
 
 
 def transmitted() -> int:
@@ -110,18 +135,21 @@ def measure(task: Task, entry: Entry) -> Timing:
     losses = [float(trainer.step(batch(index))) for index in range(entry.warmup)]
     began = time.perf_counter()
     losses += [float(trainer.step(batch(len(losses) + index))) for index in range(entry.round)]
-    one = torch.tensor([(time.perf_counter() - began) / entry.round])
+    one = torch.tensor([time.perf_counter() - began])
     dist.all_reduce(one, op=dist.ReduceOp.MAX)
-    rounds = max(-(-3 // entry.round), min(int(task.seconds / float(one) / entry.round), 40 // entry.round))
+    rounds = max(1, min(int(task.seconds / float(one)), max(40 // entry.round, 1)))
     steps = rounds * entry.round
     batches = [batch(len(losses) + index) for index in range(steps)]
     before, sent = trainer.stats(), transmitted()
     dist.barrier()
-    began = time.perf_counter()
-    for ready in batches:
+    marks = [time.perf_counter()]
+    for number, ready in enumerate(batches, 1):
         losses.append(float(trainer.step(ready)))
-    took = time.perf_counter() - began
-    sent = transmitted() - sent
+        if number % entry.round == 0:
+            marks.append(time.perf_counter())
+    sent, took = transmitted() - sent, marks[-1] - marks[0]
+    # The machine may be shared, and others can only make a round longer: the first quartile of them.
+    lasted = sorted(after - before for before, after in itertools.pairwise(marks))
     waited, note = -1.0, ""
     if before is not None:
         now = trainer.stats()
@@ -129,21 +157,24 @@ def measure(task: Task, entry: Entry) -> Timing:
         note = now.sync if now.switches else ""
     dist.barrier()
     trainer.close()
-    return Timing(1e3 * took / steps, steps, sent / steps, waited, losses[:3], note)
+    return Timing(1e3 * lasted[len(lasted) // 4] / entry.round, steps, sent / steps, waited, losses[:3], note)
 
 
 def main(text: str) -> None:
     """All systems of the task, in its order."""
     import torch
     import torch.distributed as dist
+    from models import WORKLOADS
 
     task = Task(**json.loads(text))
     torch.set_num_threads(1)
-    known, answers = entries(), {}
-    for number, system in enumerate(task.systems):
+    bucket = 4 * int(WORKLOADS[task.model].describe()["parameters"]) // BUCKETS  # type: ignore[call-overload]
+    known = {**entries(bucket), **(across_nodes(bucket) if task.per_node > 1 else {})}
+    answers: dict[str, list[dict[str, object]]] = {}
+    for number, system in enumerate(task.systems * task.visits):
         store = dist.TCPStore(task.master, PORT + number, task.world, is_master=task.rank == 0)
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world)
-        answers[system] = asdict(measure(task, known[system]))
+        answers.setdefault(system, []).append(asdict(measure(task, known[system])))
         dist.barrier()
         dist.destroy_process_group()
         del store

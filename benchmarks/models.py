@@ -6,8 +6,10 @@ that one training loop and one rule for units ("each block, and the rest") serve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,51 @@ class SmallParameters(nn.Module):
         return F.cross_entropy(x, targets)
 
 
+class Busy(torch.autograd.Function):
+    """Takes a time and no processor, as computation on a device does for the thread that trains."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class PacedBlock(nn.Module):
+    """Four matrices, and computation of fixed length."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.3 * torch.tanh(layer(x))
+        paced: Tensor = Busy.apply(x, self.seconds)
+        return paced
+
+
+class Paced(nn.Module):
+    """Much to send and, for the processor, little to compute: links decide also on a machine that is
+    shared."""
+
+    def __init__(self, width: int, depth: int, seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PacedBlock(width, seconds / (3 * depth)) for _ in range(depth))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = inputs
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(x, targets)
+
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -113,12 +160,18 @@ class Workload:
     shape: GPTShape | None = None
     width: int = 0
     depth: int = 0
+    seconds: float = 0.0  # of a step's computation, where that is a sleep
 
     def build(self) -> nn.Module:
         """The model, with the same values on every rank and in every system."""
         torch.manual_seed(SEED)
+        return self._model()
+
+    def _model(self) -> nn.Module:
         if self.shape is not None:
             return GPT(self.shape)
+        if self.seconds:
+            return Paced(self.width, self.depth, self.seconds)
         return SmallParameters(self.width, self.depth)
 
     def batches(self, rank: int) -> Callable[[int], Batch]:
@@ -151,7 +204,7 @@ class Workload:
     def describe(self) -> dict[str, object]:
         """For the result file: sizes, and parameters as counted on the meta device."""
         with torch.device("meta"):
-            model = GPT(self.shape) if self.shape is not None else SmallParameters(self.width, self.depth)
+            model = self._model()
         parameters = list(model.parameters())
         return {
             **asdict(self),
@@ -167,6 +220,8 @@ WORKLOADS = {
         Workload("gpt-124m", 1, 64, GPTShape(vocab=50257, context=1024, width=768, heads=12, depth=12)),
         Workload("small-2000", 32, 1, width=16, depth=100),
         Workload("gpt-3m", 1, 32, GPTShape(vocab=1024, context=64, width=256, heads=4, depth=4)),
+        Workload("paced-7m", 2, 1, width=640, depth=4, seconds=0.02),
+        Workload("paced-2m", 2, 1, width=320, depth=4, seconds=0.02),
         Workload("tiny", 2, 16, GPTShape(vocab=256, context=32, width=32, heads=2, depth=2)),
     )
 }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
@@ -147,3 +150,42 @@ def test_codec_benchmark_measures_and_judges(monkeypatch: pytest.MonkeyPatch) ->
     assert bench.missed([gpu], "cuda", 4.8) == [
         "Int4(…) add, 1 threads: 42% of the memory's bandwidth, 60% are asked for"
     ]
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the benchmarks under a name of its own: the tests have a `models`, too."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_spans_are_drawn_where_and_as_long_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = loaded("spans", monkeypatch)
+    panel = spans.Panel("one", [("forward", 0.0, 0.5), ("wait reduce", 0.5, 0.75)], [(0.5, 10), (0.75, 5)])
+    root = ElementTree.fromstring(spans.draw("title & more", [panel], seconds=1.0))
+    left, scale = spans.LEFT, spans.WIDTH - spans.LEFT - 20
+    found = {
+        str(rect[0].text).split()[0]: (float(rect.attrib["x"]), float(rect.attrib["width"]))
+        for rect in root
+        if len(rect)
+    }
+    assert found["forward"] == pytest.approx((left, 0.5 * scale), abs=0.1)
+    assert found["wait"] == pytest.approx((left + 0.5 * scale, 0.25 * scale), abs=0.1)
+    link = [float(rect.attrib["height"]) for rect in root if rect.attrib.get("fill") == "#72609b"]
+    assert link[0] == pytest.approx(2 * link[1], rel=0.02), "twice the bytes, twice as tall"
+
+
+def test_a_paced_model_takes_its_time_in_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = loaded("models", monkeypatch).WORKLOADS["paced-2m"]
+    model, batch, seconds = workload.build(), workload.batches(0)(0), workload.seconds
+    model(*batch).backward()
+    started = time.perf_counter()
+    loss = model(*batch)
+    middle = time.perf_counter()
+    loss.backward()
+    assert middle - started >= seconds / 3
+    assert time.perf_counter() - middle >= 2 * seconds / 3

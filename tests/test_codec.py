@@ -225,6 +225,12 @@ def test_every_public_codec_says_its_numerics_and_its_cost() -> None:
             assert f"Numerics: {thing.numerics}" in (thing.__doc__ or "")
 
 
+def test_warm_up() -> None:
+    for codec in (OneBit(warmup_steps=3), TopK(warmup_steps=3)):
+        assert [codec.active(step) for step in range(5)] == [False, False, False, True, True]
+    assert TopK().active(0)
+
+
 # -- mistakes
 @pytest.mark.parametrize(
     ("make", "text"),
@@ -235,6 +241,7 @@ def test_every_public_codec_says_its_numerics_and_its_cost() -> None:
         (lambda: Int8(feedback=1), r"Int8\(feedback=1\): pass True or False"),  # type: ignore[arg-type]
         (lambda: Int4(stochastic="no"), r"Int4\(stochastic='no'\): pass True or False"),  # type: ignore[arg-type]
         (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): a whole number, 0 or more"),
+        (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): a whole number"),  # type: ignore[arg-type]
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
         (lambda: TopK(momentum=1.0), r"TopK\(momentum=1.0\) must be at least 0 and below 1"),
         (lambda: LowRank(rank=0), r"LowRank\(rank=0\): a whole number, 1 or more"),

@@ -133,8 +133,13 @@ def across(told: dict[str, Any]) -> float:
     return sum(told["spent"].between.values()) / 2
 
 
-def test_a_node_cache_sends_what_the_table_says() -> None:
-    flat = ranks(WORLD).run(crossing, FLAT, 1, False, 96, 12)
+@pytest.fixture(scope="module")
+def flat() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ranks(WORLD).run(crossing, FLAT, 1, False, 96, 12)
+    return found
+
+
+def test_a_node_cache_sends_what_the_table_says(flat: list[dict[str, Any]]) -> None:
     near = ranks(WORLD).run(crossing, CACHED, 1, False, 96, 12)
     for told, cached in zip(flat, near, strict=True):
         half = 4 * told["size"] / 2  # (K-1)/K of the fp32 bytes
@@ -143,6 +148,16 @@ def test_a_node_cache_sends_what_the_table_says() -> None:
         spent = cached["spent"]
         assert_bytes(spent.between["reduce"] / 2, half / EACH, 0.01, "gradients")
         assert spent.inside["reduce"] == spent.sent["reduce"] - spent.between["reduce"] > 0
+
+
+@pytest.mark.parametrize(
+    ("codecs", "times"), [({"gather": zs.Int8()}, 4.5), ({"gather": zs.Int8(), "compress": zs.Int8()}, 7.5)]
+)
+def test_codecs_make_what_crosses_smaller(
+    flat: list[dict[str, Any]], codecs: dict[str, Any], times: float
+) -> None:
+    near = ranks(WORLD).run(crossing, {**CACHED, **codecs}, 1, False, 96, 12)
+    assert sum(map(across, flat)) > times * sum(map(across, near))
 
 
 def test_further_micro_batches_cross_nothing() -> None:

@@ -149,3 +149,9 @@ def check(codec: Codec, values: Tensor, code: Tensor, name: str = "values") -> N
         )
     if code.device != values.device:
         raise OptionError(f"{where}: `code` is on {code.device} and `{name}` on {values.device}.")
+
+
+def check_steps(name: str, steps: object) -> None:
+    """Raise unless the length of a warm-up is one."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise OptionError(f"{name}(warmup_steps={steps!r}): a whole number, 0 or more, is needed.")

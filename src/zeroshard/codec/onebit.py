@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from zeroshard.codec.base import check_steps
 from zeroshard.codec.blocks import HUGE, NAN, Blocked, Run, pack, unpack, wide
-from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
 
 _LANES = 16
@@ -35,10 +35,7 @@ class OneBit(Blocked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise OptionError(
-                f"OneBit(warmup_steps={self.warmup_steps!r}): a whole number, 0 or more, is needed."
-            )
+        check_steps("OneBit", self.warmup_steps)
 
     @property
     def feedback(self) -> bool:

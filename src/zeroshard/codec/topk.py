@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import Codec, check, padded
+from zeroshard.codec.base import Codec, check, check_steps, padded
 from zeroshard.codec.blocks import MAGNITUDE
 from zeroshard.errors import OptionError
 from zeroshard.native.codes import largest
@@ -33,6 +33,7 @@ class TopK(Codec):
 
     ratio: float = 0.01
     momentum: float = 0.0
+    warmup_steps: int = 0
     numerics: ClassVar[Numerics] = "approximate"
 
     def __post_init__(self) -> None:
@@ -40,10 +41,14 @@ class TopK(Codec):
             raise OptionError(f"TopK(ratio={self.ratio!r}): a share above 0 and up to 1 is needed.")
         if not isinstance(self.momentum, (int, float)) or not 0.0 <= self.momentum < 1.0:
             raise OptionError(f"TopK(momentum={self.momentum!r}) must be at least 0 and below 1.")
+        check_steps("TopK", self.warmup_steps)
 
     @property
     def feedback(self) -> bool:
         return True
+
+    def active(self, step: int) -> bool:
+        return step >= self.warmup_steps
 
     @property
     def state_names(self) -> tuple[str, ...]:

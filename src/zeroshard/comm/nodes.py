@@ -60,6 +60,7 @@ class NodesTransport(Transport):
     """See the module's docstring. For ranks without GPUs."""
 
     name = "nodes"
+    overlaps = True
 
     def __init__(
         self, store: Store, rank: int, topology: Topology, device: torch.device, timeout: float = 600.0
@@ -205,7 +206,8 @@ class NodesTransport(Transport):
         return self._direct.deal(kind, key, wire.state["direct"], offers, takes, land, varies)
 
     def gather(self, kind: str, key: str, source: Region, cuts: Cuts, out: Out) -> Work:
-        relay = self._relay(source, cuts, in_place=len(out[self.rank]) == 0 and _disjoint(cuts))
+        in_place = "relay" not in source.state and len(out[self.rank]) == 0 and _disjoint(cuts)
+        relay = self._relay(source, cuts, in_place)
         came = None
         if relay.epoch != self._epoch:
             came = self._fetch(kind, key, source, cuts, out, relay)

@@ -1,0 +1,244 @@
+"""What codecs and sync policies do to a trained model: real data, three seeds, beside plain data parallelism.
+
+    python -m zeroshard run --ranks 2 benchmarks/quality.py --out      # results/<date>-quality.json and .md
+
+`digits`: a convolutional net on scikit-learn's handwritten digits (its data file is enough), SGD with
+momentum; accuracy on images held back. `text`: a GPT on the sources of Python's standard library, AdamW; loss
+on text held back. All rows of a task use the same steps, batches, schedule and first parameters; only
+`shard`'s options differ. Rows are written as they come, so a run that is cut short keeps what it has."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib.util
+import json
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import GPT, GPTShape
+from provenance import HERE, commit, hardware
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zeroshard as zs
+
+POINTS, LOSS = (
+    0.5,
+    0.02,
+)  # how far a row that is judged may fall behind: points of accuracy, share of the loss
+JUDGED = ("int8", "1-bit", "top-k 1 %")
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: `batch(generator)` for training, `test()` gives (loss, accuracy or None)."""
+
+    build: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    test: Callable[[nn.Module], tuple[float, float | None]]
+    steps: int
+
+
+def digits() -> Task:
+    """1,400 images to learn from, 397 to be judged by."""
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        sys.exit("quality.py: the digits come with scikit-learn: pip install scikit-learn")
+    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(path, "rt") as file:
+        rows = torch.tensor([[float(cell) for cell in line.split(",")] for line in file])
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    images, labels = rows[:, :64].view(-1, 1, 8, 8) / 16, rows[:, 64].long()
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
+            *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10)),
+        )
+
+    def batch(generator: torch.Generator) -> Batch:
+        chosen = torch.randint(0, 1400, (32,), generator=generator)
+        return images[chosen], labels[chosen]
+
+    def test(model: nn.Module) -> tuple[float, float | None]:
+        found = model(images[1400:])
+        right = (found.argmax(1) == labels[1400:]).float().mean()
+        return float(functional.cross_entropy(found, labels[1400:])), 100 * float(right)
+
+    return Task(
+        build,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        batch,
+        lambda model, given: functional.cross_entropy(model(given[0]), given[1]),
+        test,
+        steps=250,
+    )
+
+
+def text() -> Task:
+    """Bytes of Python's own sources; the last tenth to be judged by."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    data = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:80])
+    tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+    border, length = int(0.9 * len(tokens)), 64
+    shape = GPTShape(vocab=256, context=length, width=96, heads=4, depth=2)
+
+    def cut(first: Tensor) -> Batch:
+        window = tokens[first[:, None] + torch.arange(length + 1)]
+        return window[:, :-1], window[:, 1:]
+
+    def batch(generator: torch.Generator) -> Batch:
+        return cut(torch.randint(0, border - length - 1, (8,), generator=generator))
+
+    def test(model: nn.Module) -> tuple[float, float | None]:
+        generator = torch.Generator().manual_seed(1)
+        first = torch.randint(border, len(tokens) - length - 1, (128,), generator=generator)
+        return statistics.fmean(float(model(*cut(part))) for part in first.split(32)), None
+
+    return Task(
+        lambda: GPT(shape),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True),
+        batch,
+        lambda model, given: model(*given),
+        test,
+        steps=250,
+    )
+
+
+def rows(steps: int) -> dict[str, dict[str, Any]]:
+    """The options of each row; the first is what the others are held against."""
+    early = steps // 5
+    codecs: dict[str, Any] = {
+        "bf16": zs.Cast("bfloat16"),
+        "int8": zs.Int8(),
+        "int4": zs.Int4(),
+        "1-bit": zs.OneBit(warmup_steps=early),
+        "top-k 1 %": zs.TopK(ratio=0.01, warmup_steps=early),
+        "low rank 4": zs.LowRank(rank=4),
+    }
+    found: dict[str, dict[str, Any]] = {"plain": {"stage": 2}}
+    found |= {name: {"stage": 2, "compress": codec} for name, codec in codecs.items()}
+    found["delayed"] = {"stage": 2, "sync": zs.Delayed()}
+    found["local 8"] = {"stage": 0, "sync": zs.Local(steps=8, outer=zs.Nesterov(0.7, 0.6))}
+    return found
+
+
+def train(task: Task, options: dict[str, Any], seed: int) -> dict[str, Any]:
+    """One run; the same loss on every rank."""
+    torch.manual_seed(seed)
+    model = task.build()
+    optimizer = task.optimizer(model)
+    run = zs.shard(model, optimizer, **options)
+    generator = torch.Generator().manual_seed(100 * seed + run.rank)
+    plan = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 40) * (1.0 - 0.9 * step / task.steps)
+    )
+    for _ in range(task.steps):
+        task.loss(model, task.batch(generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.step()
+    if "sync" in options and isinstance(options["sync"], zs.Local):
+        run.synchronise()
+    with torch.no_grad():
+        loss, accuracy = task.test(model)
+    sent = run.stats().sent
+    run.close()
+    return {"loss": loss, "accuracy": accuracy, "reduce": sent.get("reduce", 0), "sent": sum(sent.values())}
+
+
+def behind(row: dict[str, Any], plain: dict[str, Any]) -> str:
+    """Whether a row that is judged keeps to its bar."""
+    if row["name"] not in JUDGED:
+        return ""
+    if plain["accuracy"] is not None:
+        return "pass" if row["accuracy"] >= plain["accuracy"] - POINTS else "FAIL"
+    return "pass" if row["loss"] <= plain["loss"] * (1 + LOSS) else "FAIL"
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Markdown: means over the seeds, and each. Bytes are those of gradients; where ranks meet by their
+    parameters, all there are."""
+    lines = []
+    for name in dict.fromkeys(row["task"] for row in found):
+        mine = [row for row in found if row["task"] == name]
+        lines += [f"## {name}", "", "| | loss | accuracy | each seed | bytes ÷ plain | bar |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for row in mine:
+            accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.2f} %"
+            key = "loss" if row["accuracy"] is None else "accuracy"
+            seeds = ", ".join(f"{one[key]:.4g}" for one in row["seeds"])
+            share = row["reduce"] / mine[0]["reduce"] if row["reduce"] else row["sent"] / mine[0]["sent"]
+            verdict = behind(row, mine[0])
+            lines.append(
+                f"| {row['name']} | {row['loss']:.4f} | {accuracy} | {seeds} | {share:.3f} | {verdict} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", nargs="+", choices=["digits", "text"], default=["digits", "text"])
+    parser.add_argument("--rows", nargs="+", help="names of rows; `plain` is always there")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="in place of the task's own")
+    parser.add_argument("--out", nargs="?", const="", help="write a result file; its name may be given")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    date = time.strftime("%Y-%m-%d")
+    facts = {"date": date, "command": sys.argv, "commit": commit(), "hardware": hardware()}
+    facts |= {"torch": torch.__version__, "seeds": options.seeds, "steps": options.steps}
+    found: list[dict[str, Any]] = []
+    for name in options.tasks:
+        task = {"digits": digits, "text": text}[name]()
+        task = Task(**{**vars(task), "steps": options.steps or task.steps})
+        for row, how in rows(task.steps).items():
+            if options.rows and row not in (*options.rows, "plain"):
+                continue
+            seeds = [train(task, how, seed) for seed in range(options.seeds)]
+            means = {
+                key: None if seeds[0][key] is None else statistics.fmean(one[key] for one in seeds)
+                for key in seeds[0]
+            }
+            found.append(
+                {
+                    "task": name,
+                    "name": row,
+                    "steps": task.steps,
+                    "options": repr(how),
+                    **means,
+                    "seeds": seeds,
+                }
+            )
+            if is_first():
+                print(f"{name} {row}: loss {means['loss']:.4f} accuracy {means['accuracy']}", flush=True)
+                if options.out is not None:
+                    path = Path(options.out or HERE / "results" / f"{date}-quality.json")
+                    path.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n")
+                    heading = f"# Quality, 2 ranks, {facts['hardware']}, commit {facts['commit']}\n\n"
+                    path.with_suffix(".md").write_text(heading + table(found))
+    if is_first():
+        print(table(found))
+
+
+def is_first() -> bool:
+    """Whether this rank is the one that speaks."""
+    return torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
+
+
+if __name__ == "__main__":
+    main()
