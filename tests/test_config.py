@@ -119,7 +119,7 @@ def test_a_stage_is_three_booleans(stage: int, sharded: tuple[bool, bool, bool])
         ({"prefetch": True}, r"prefetch=True must be a number of units"),
         ({"units": 3}, r"units=3 must be a name pattern"),
         ({"recompute": ("",)}, r"recompute=.* must be a name pattern"),
-        ({"split": "row"}, r"split='row' is not one of auto, rows, whole\. Did you mean \"rows\"\?"),
+        ({"split": "row"}, r"split='row' is not one of auto, rows, level, whole\. Did you mean \"rows\"\?"),
         ({"buffers": "broadcst"}, r"buffers='broadcst' is not one of .* Did you mean \"broadcast\"\?"),
         ({"transport": "glo"}, r"transport='glo' is not one of .* Did you mean \"gloo\"\?"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["PeakBytes", "assert_bytes", "tensor_bytes"]
@@ -26,7 +27,7 @@ def tensor_bytes() -> tuple[int, dict[int, int]]:
     for thing in gc.get_objects():
         # By type: `isinstance` would ask strange objects for their class, and some of torch's warn when
         # asked.
-        if issubclass(type(thing), Tensor) and not thing.is_meta:
+        if issubclass(type(thing), Tensor) and not issubclass(type(thing), FakeTensor) and not thing.is_meta:
             storage = _storage(thing)
             storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
     storages = _outermost(storages)
