@@ -128,7 +128,7 @@ def test_unknown_option() -> None:
     ({"bucket_bytes": "many"}, r"bucket_bytes='many' is not a size"),
     ({"bucket_bytes": 0}, r"bucket_bytes=0 must be more than zero bytes"),
     ({"prefetch": -1}, r"prefetch=-1 must be a number of units"),
-    ({"split": "row"}, r"split='row' is not one of auto, rows, whole\. Did you mean \"rows\"\?"),
+    ({"split": "row"}, r"split='row' is not one of auto, rows, level, whole\. Did you mean \"rows\"\?"),
     ({"buffers": "none"}, r"buffers='none' is not one of broadcast, local"),
     ({"transport": "mpi"}, r"transport='mpi' is not one of auto, shm, gloo, nodes, nccl"),
     ({"units": "none", "recompute": True}, r'recompute=True recomputes units, and units="none" leaves none'),

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -14,7 +15,9 @@ from plan_case import case, measured_step
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.choice import choose
 from zeroshard.errors import OptionError
+from zeroshard.planning import inquire
 from zeroshard.testing import assert_bytes, ranks
 
 STEPS = 20
@@ -72,7 +75,7 @@ def just_below() -> list[tuple[str, int, int]]:
         run = zs.shard(model, optimizer, limit=limit, batch=batch)
         device, _ = measured_step(run, model, optimizer, batch)
         assert run.plan is not None
-        told.append((run.plan.chosen.label, limit, device))
+        told.append((str(run.plan.chosen.settings), limit, device))
         limit = int(run.plan.chosen.device * 0.99)
         run.close()
     return told
@@ -81,7 +84,7 @@ def just_below() -> list[tuple[str, int, int]]:
 @pytest.mark.ranks
 def test_at_99_percent_another_plan_is_chosen_that_fits() -> None:
     for rank in ranks(2).run(just_below):
-        assert len({label for label, *_ in rank}) == 3
+        assert len({settings for settings, *_ in rank}) == 3
         assert all(device <= limit for _, limit, device in rank)
 
 
@@ -111,7 +114,8 @@ def kept_full(spare: int) -> tuple[list[str], str]:
     model, optimizer, batch = case("gpt")
     batch = batch[:1]
     options: Any = {"stage": 3, "offload": None, "bucket_bytes": 50_000, "recompute": True, "batch": batch}
-    need = zs.plan(model, optimizer, ranks=2, limit="64MiB", **options).chosen.device
+    asked = inquire(model, optimizer, ranks=2, limit="64MiB", **options).question
+    need = choose(dataclasses.replace(asked, staged=False)).chosen.device
     run = zs.shard(model, optimizer, limit=need + spare, **options)
     refused = ""
     try:

@@ -18,10 +18,11 @@ import zeroshard as zs
 from zeroshard.choice import choose
 from zeroshard.config import Options
 from zeroshard.errors import OptionError
+from zeroshard.frames import moments_of
 from zeroshard.machine import GPUS, machine
 from zeroshard.memory import Setup
 from zeroshard.plan import Plan
-from zeroshard.planner import Question, moments_of
+from zeroshard.planner import Question
 from zeroshard.planning import blocks_of, rules_of, tokens
 from zeroshard.pricing import sent_by_rank
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
@@ -166,12 +167,12 @@ def test_the_peak_of_a_sharded_step(options: dict[str, Any], rows: int) -> None:
         assert_bytes(predicted, measured, 0.01, f"{options} {rows}")
 
 
-def send(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+def send(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """What one step of a run sent, and what was predicted."""
     model = models.Tower(96, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
-    run = zs.shard(model, optimizer, stage=stage)  # type: ignore[arg-type]
+    run = zs.shard(model, optimizer, **options)
     for step in range(3):
         if step == 2:
             before = run.stats()
@@ -184,9 +185,16 @@ def send(stage: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_sent_are_what_was_predicted(stage: int) -> None:
-    for sent, predicted in ranks(2).run(send, stage):
+@pytest.mark.parametrize(
+    "options",
+    [
+        *[{"stage": stage} for stage in (0, 1, 2, 3)],
+        {"stage": 0, "compress": zs.LowRank(4)},
+        {"stage": 3, "compress": zs.TopK(0.1), "gather": zs.Int8()},
+    ],
+)
+def test_bytes_sent_are_what_was_predicted(options: dict[str, Any]) -> None:
+    for sent, predicted in ranks(2).run(send, options):
         assert {kind for kind, count in sent.items() if count} == set(predicted)
         for kind, count in predicted.items():
             assert_bytes(sent[kind], count, 0.03, kind)
@@ -241,11 +249,13 @@ def descend() -> Iterator[Plan]:
 
 def test_every_limit_down_to_the_impossible() -> None:
     """At 99 % of what a plan needs another one is chosen, which fits; in the end a refusal names the need."""
-    labels: list[str] = []
+    made: list[Plan] = []
     with pytest.raises(zs.PlanError, match=r"per device: the smallest \(stage 3, "):
-        labels.extend(plan.chosen.label for plan in descend())
-    assert len(labels) == len(set(labels)) >= 8
+        made.extend(descend())
+    assert len(made) == len({str(plan.chosen.settings) for plan in made}) >= 8
+    labels = {plan.chosen.label for plan in made}
     assert any("of 12" in label for label in labels)  # as few units recomputed as it takes
+    assert any("some on host" in label for label in labels)
 
 
 def test_a_refusal_names_the_peak_and_what_would_fit() -> None:
@@ -291,10 +301,11 @@ def test_a_trillion_parameters_in_seconds(world: int) -> None:
     model = on_meta(partial(Huge, 25600, 128))
     start = time.process_time()
     plan = zs.plan(model, ranks=world, limit="120GiB", host_limit="2TiB", batch="1x2048", precision="bf16")
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 15  # 2 to 3 s; twice and more where other processes share the cores
     assert plan.parameters > 1e12
     assert plan.chosen.stage == 3
-    assert plan.imbalance < (0.01 if 25600 % world == 0 else 0.2)
+    assert plan.imbalance < 0.01
+    assert plan.options()["split"] == ("auto" if 25600 % world == 0 else "level")
 
 
 def test_a_plan_is_whole_through_json_and_says_how_it_differs(tmp_path: Any) -> None:

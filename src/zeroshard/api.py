@@ -64,7 +64,7 @@ def shard(
     - `recompute`: True, or patterns of units, to recompute activations in backward instead of keeping them.
     - `split`: how tensors are divided: ``"rows"``, ``"whole"`` (each tensor on one rank, for optimizers that
       need matrices), or ``"auto"``, which knows torch's element-wise optimizers and treats all others as
-      needing whole tensors.
+      needing whole tensors. ``"level"``: ``"auto"`` with rows dealt so that all ranks hold the same.
     - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them
       ``"local"``.
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
@@ -105,7 +105,7 @@ def shard(
         chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
         _equalise(model, transport)
         mesh = mesh_over(group, device) if transport.size > 1 and chosen.stage > 0 else None
-        placement = resting(model, optimizers, chosen, transport)
+        placement = resting(model, optimizers, chosen, transport, promise)
         faces = Faces(transport.rank, mesh)
         builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
         if promise is not None:

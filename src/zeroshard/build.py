@@ -116,7 +116,8 @@ class Builder:
             for p in g["params"]
         }
         result: dict[str, Slot] = {}
-        splits: tuple[tuple[Split, bool], ...] = (("rows", False), ("whole", True))
+        rows: Split = "level" if self.options.split == "level" else "rows"
+        splits: tuple[tuple[Split, bool], ...] = ((rows, False), ("whole", True))
         for how, chosen in splits:
             group = [
                 (t.name, tuple(t.parameter.shape)) for t in tenants if (id(t.parameter) in whole) == chosen
@@ -128,7 +129,8 @@ class Builder:
         return result
 
     def _needs_whole(self, optimizer: Optimizer) -> bool:
-        return self.options.split == "whole" or (self.options.split == "auto" and not rows_suffice(optimizer))
+        split = self.options.split
+        return split == "whole" or (split != "rows" and not rows_suffice(optimizer))
 
     def _dtypes(self, tenant: Tenant) -> tuple[torch.dtype, torch.dtype]:
         """Compute and master dtype of a parameter."""

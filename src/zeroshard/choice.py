@@ -10,8 +10,8 @@ from dataclasses import replace
 from .balance import imbalance
 from .config import Precision, show_bytes
 from .errors import PlanError
-from .plan import Candidate, Plan, made_of
-from .planner import PLACINGS, Question, all_candidates, price
+from .plan import PLACINGS, Candidate, Plan, made_of
+from .planner import FILLING, Question, all_candidates, placing_of, price
 from .timeline import Segment
 
 EQUAL = 1.01  # two plans whose estimates are this close are equally fast
@@ -26,7 +26,7 @@ def choose(question: Question) -> Plan:
     fastest = min(one.step for one in fitting)
     equals = [one for one in fitting if one.step <= fastest * EQUAL]
     chosen = min(equals, key=lambda one: (one.moving_parts, one.recompute, one.device))
-    uneven = imbalance(question.setup(question.way(3))) if chosen.stage else 0.0
+    uneven = imbalance(question.setup(question.way(chosen.stage))) if chosen.stage else 0.0
     return Plan(
         question.model,
         question.parameters,
@@ -73,6 +73,8 @@ def reasons(
         yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
     if chosen.placing != "device" and question.options.clip_norm is None:
         yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."
+    if chosen.settings["split"] == "level" and question.options.split != "level":
+        yield "Rows are dealt level: as even chunks of rows, the ranks would differ by over 1 %."
     if uneven > 0.01:
         yield f"Rows do not divide evenly: the fullest rank owns {uneven:.1%} more than the mean."
 
@@ -82,7 +84,8 @@ def _needs(question: Question, one: Candidate) -> str:
         return f"it needs {show_bytes(one.device)} per device at {one.where}"
     if question.shared and one.device + one.host > question.limit:
         return f"it needs {show_bytes(one.device + one.host)} per rank, host tier included, at {one.where}"
-    return f"it needs {show_bytes(one.host * question.ranks_per_node)} of host memory per node"
+    what, _, node = _lacking(question, one)
+    return f"it needs {show_bytes(node)} of {what} per node"
 
 
 def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
@@ -90,11 +93,10 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
     fit."""
     on_device = [one for one in candidates if one.device <= question.limit]
     if on_device and not question.shared:
-        least = min(on_device, key=lambda one: one.host)
-        node = least.host * question.ranks_per_node
-        assert question.host_limit is not None
+        least = min(on_device, key=lambda one: (max(one.host - question.host_share, 0), one.disk))
+        what, most, node = _lacking(question, least)
         return (
-            f"no plan fits {show_bytes(question.host_limit)} of host memory per node: the smallest whose "
+            f"no plan fits {show_bytes(most)} of {what} per node: the smallest whose "
             f"device part fits ({least.label}) "
             f"needs {show_bytes(node)} for {question.ranks_per_node} ranks. {_advice(question, least)}"
         )
@@ -106,6 +108,14 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
         f"no plan fits {show_bytes(question.limit)} per {whose}: the smallest ({least.label}) needs "
         f"{show_bytes(_size(question, least))} at {least.where} ({parts}). {_advice(question, least)}"
     )
+
+
+def _lacking(question: Question, one: Candidate) -> tuple[str, int, int]:
+    """What a node has too little of, how much it has, and how much it needs."""
+    node = question.ranks_per_node
+    if one.host > question.host_share or question.disk_limit is None:
+        return "host memory", question.host_limit or 0, one.host * node
+    return "disk", question.disk_limit, one.disk * node
 
 
 def _size(question: Question, one: Candidate) -> int:
@@ -134,7 +144,8 @@ def _advice(question: Question, least: Candidate) -> str:
     if size > question.limit:
         ways.append(f'pass limit="{_rounded_up(size)}"')
     else:
-        ways.append(f'pass host_limit="{_rounded_up(least.host * question.ranks_per_node)}"')
+        what, _, node = _lacking(question, least)
+        ways.append(f'pass {"host_limit" if what == "host memory" else "disk_limit"}="{_rounded_up(node)}"')
     share = least.kinds["activations"] / max(least.device, 1)
     lead = (
         "Sharding cannot shrink activations: "
@@ -166,10 +177,12 @@ def _rounded_up(size: int) -> str:
 
 def fitting(question: Question) -> bool:
     """Whether anything fits: the leanest ways do, or none does."""
+    given = placing_of(question.options.offload)
     return any(
         price(asked, asked.way(stage, placing, again, lean=True)).fits
         for asked in question.by_precision()
         for stage, placing in asked.families()
+        if placing not in FILLING or placing == given
         for again in asked.recomputes
         if asked.names or not again
     )

@@ -173,8 +173,9 @@ class Offload:
       `clip_norm` is an error.
     - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
       work).
-    - `stages`, `stage_bytes`: the pinned staging ring between device and host, and between disk and host the
-      berths; gradients go out in parts of that size.
+    - `stages`, `stage_bytes`: how many parts of the middle size the pinned staging memory between device and
+      host has room for, and how many berths there are between disk and host; gradients go out in parts of
+      that size.
 
     Exact, except for 8-bit moments.
     """
@@ -270,7 +271,7 @@ class Options:
     bucket_bytes: int = 25 * 2**20
     prefetch: int = 1
     recompute: tuple[str, ...] | bool = False
-    split: Literal["auto", "rows", "whole"] = "auto"
+    split: Literal["auto", "rows", "level", "whole"] = "auto"
     buffers: Literal["broadcast", "local"] = "broadcast"
     transport: TransportName = "auto"
     offload: Offload | None = None
@@ -320,7 +321,7 @@ class Options:
                 "host: pass shard(..., compress=...) for one codec throughout."
             )
         for name, known in (
-            ("split", ("auto", "rows", "whole")),
+            ("split", ("auto", "rows", "level", "whole")),
             ("buffers", ("broadcast", "local")),
             ("transport", TRANSPORTS),
         ):
@@ -385,7 +386,7 @@ class OptionKeys(TypedDict, total=False):
     bucket_bytes: int | str
     prefetch: int
     recompute: bool | str | Sequence[str]
-    split: Literal["auto", "rows", "whole"]
+    split: Literal["auto", "rows", "level", "whole"]
     buffers: Literal["broadcast", "local"]
     transport: TransportName
     offload: Offload | None

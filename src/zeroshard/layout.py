@@ -16,7 +16,7 @@ from typing import Literal
 
 ALIGN = 16  # elements: 32 bytes or more, what vector loads and GPU matrix units ask of an address
 
-Split = Literal["rows", "whole", "copy"]
+Split = Literal["rows", "level", "whole", "copy"]
 
 
 def aligned(numel: int, to: int = ALIGN) -> int:
@@ -28,6 +28,8 @@ class Slot:
     """One tensor and how its rows (its dim 0) are divided among `world` ranks.
 
     - ``rows``: even chunks as `torch.chunk` makes them; the last ranks may have fewer rows or none.
+    - ``level``: no rank has more than one row more than another; the ranks that do follow one another from
+      `owner` on, so that over many tensors all ranks have the same.
     - ``whole``: all rows on rank `owner`, for optimizers that need whole matrices.
     - ``copy``: all rows on every rank: tensors without a dim 0, or a world of one.
 
@@ -60,11 +62,34 @@ class Slot:
             return 0, self.height
         if self.split == "whole":
             return (0, self.height) if rank == self.owner else (self.height, self.height)
+        if self.split == "level":
+            return self._level_start(rank), self._level_start(rank + 1)
         chunk = -(-self.height // self.world)
         return min(rank * chunk, self.height), min((rank + 1) * chunk, self.height)
 
+    def _level_start(self, rank: int) -> int:
+        """`rank` times the rows that all have, and one for each rank before it that has one more."""
+        each, more = divmod(self.height, self.world)
+        beyond = max(self.owner + more - self.world, 0)  # those ranks may begin again at 0
+        before = min(rank, beyond) + min(max(rank - self.owner, 0), more - beyond)
+        return rank * each + before
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether several ranks have some of it."""
+        return self.split in ("rows", "level")
+
+    @property
+    def most(self) -> int:
+        """Elements that the rank with most of it owns."""
+        each = 1 if self.split in ("copy", "whole") else self.world
+        return -(-self.height // each) * self.row
+
     def held(self, rank: int) -> int:
         """Elements of this tensor that `rank` owns."""
+        if self.split == "level":
+            each, more = divmod(self.height, self.world)
+            return (each + ((rank - self.owner) % self.world < more)) * self.row
         start, stop = self.rows(rank)
         return (stop - start) * self.row
 
@@ -159,9 +184,17 @@ class FlatPack(Pack):
 
 
 def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split: Split) -> list[Slot]:
-    """Slots for named shapes. Whole tensors go, largest first, to the rank that has least so far."""
+    """Slots for named shapes. Whole tensors go, largest first, to the rank that has least so far; of tensors
+    with rows of one size, what is over is dealt on where the last one ended."""
     load = [0] * world
     owner: dict[str, int] = {}
+    if split == "level":
+        turn: dict[int, int] = {}
+        for name, shape in tensors:
+            if shape:
+                row = prod(shape[1:])
+                owner[name] = turn.get(row, 0)
+                turn[row] = (owner[name] + shape[0]) % world
     if split == "whole":
         for name, shape in sorted(tensors, key=lambda t: (-prod(t[1]), t[0])):
             owner[name] = min(range(world), key=load.__getitem__)

@@ -8,7 +8,9 @@ has gone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from .layout import aligned
 
 Sizes = Counter[tuple[int, str]]  # elements and dtype of a buffer -> how many
 
@@ -22,26 +24,25 @@ def most_lent(
 ) -> Sizes:
     """The most buffers of each size. `sizes`: what every unit gathers, in forward order; nothing where it is
     always whole. `stages`: where its codes arrive meanwhile; `at_once`: those of all units together."""
-    order, lent, arriving, most = list(sizes), dict[str, None](), dict[str, None](), Sizes()
-
-    def count(held: Iterable[Sizes]) -> None:
-        for key, number in sum(held, Sizes()).items():
-            most[key] = max(most[key], number)
+    order, most = list(sizes), Sizes()
+    lent, arriving = _Held(sizes, most), _Held(stages, most)
 
     def take(names: Sequence[str]) -> None:
         for name in names:
-            if name not in lent:
-                lent[name] = arriving[name] = None
-                count(sizes[held] for held in lent)
-                count(stages[held] for held in arriving)
+            if name not in lent.names:
+                lent.take(name)
+                arriving.take(name)
 
     if at_once:
-        count(stages.values())
+        for name in order:
+            arriving.take(name)
+        for name in order:
+            arriving.give(name)
     for place, name in enumerate(order):
         take(order[place : place + 1 + ahead])
-        arriving.pop(name, None)
+        arriving.give(name)
         if name != order[0] and place < len(order) - 1:
-            del lent[name]
+            lent.give(name)
     above: str | None = None
     for place in reversed(range(len(order))):
         if not sizes[order[place]]:
@@ -50,8 +51,36 @@ def most_lent(
         if recomputes(order[place]):
             take(coming)
         if above is not None and above != order[0]:
-            lent.pop(above, None)
+            lent.give(above)
         take(coming)
-        arriving.pop(order[place], None)
+        arriving.give(order[place])
         above = order[place]
     return most
+
+
+class _Held:
+    """What is held at one time, and in `most` the most of each size that ever was."""
+
+    def __init__(self, sizes: Mapping[str, Sizes], most: Sizes) -> None:
+        self.names: set[str] = set()
+        self._sizes, self._most, self._now = sizes, most, Sizes()
+
+    def take(self, name: str) -> None:
+        if name not in self.names:
+            self.names.add(name)
+            self._now.update(self._sizes[name])
+            for key in self._sizes[name]:
+                self._most[key] = max(self._most[key], self._now[key])
+
+    def give(self, name: str) -> None:
+        if name in self.names:
+            self.names.discard(name)
+            self._now.subtract(self._sizes[name])
+
+
+def staging_bytes(sizes: Sequence[int], stages: int) -> int:
+    """The staging memory of parts of these sizes: room for `stages` of the middle size, and the largest."""
+    if not sizes:
+        return 0
+    lines = sorted(max(aligned(size, 64), 64) for size in sizes)
+    return max(lines[-1], min(stages, len(lines) + 1) * lines[len(lines) // 2])

@@ -23,7 +23,8 @@ class Machine:
     - `memory_rate`: bytes a second of the device's memory; `host_rate`: of the host's, for all ranks of a
       node together.
     - `pcie`: bytes a second between host and device, each way. `link`: between devices of a node.
-      `network`: a device's share of what its node sends to others.
+      `network`: a device's share of what its node sends to others. `disk_rate`: bytes a second that a node's
+      disk reads or writes.
     - `node`: devices of one node. `latency`: seconds that an exchange takes beside its bytes.
     - `margin`, `workspace`: what the device's allocator takes beside what is asked of it, as a share of it
       and in bytes; measured (see `measure`), and zero where nothing was.
@@ -38,6 +39,7 @@ class Machine:
     link: float
     network: float = 50e9
     host_rate: float = 200e9
+    disk_rate: float = 3e9
     node: int = 8
     efficiency: float = 0.45
     latency: float = 20e-6

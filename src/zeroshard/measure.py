@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -86,6 +87,27 @@ def link_between(transport: Transport, machine: Machine) -> Machine:
         if transport.rank == 0:
             _keep(path, {"bytes_per_second": known})
     return replace(machine, link=float(known), network=float(known))
+
+
+def disk_rate(folder: str, nbytes: int = 2**27) -> float:
+    """Bytes a second of the disk under a folder, the slower of writing and reading, past the page cache."""
+    block = os.urandom(2**20)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            start = perf_counter()
+            for _ in range(nbytes // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            wrote = perf_counter() - start
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            start = perf_counter()
+            while file.read(len(block)):
+                pass
+            return nbytes / max(wrote, perf_counter() - start)
+    except OSError as error:
+        raise OptionError(f"the disk of {folder} cannot be measured: {error.strerror}.") from error
 
 
 def _measured_link(transport: Transport) -> float:

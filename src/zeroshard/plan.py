@@ -5,22 +5,25 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from rich.console import Console, Group
 from rich.table import Table
 
-from . import config, policy
 from .codec import from_settings
 from .config import Numerics, Options, Stage, show_bytes
 from .errors import OptionError, PlanError
+from .placement import Place, Placement
 
 FORMAT = 2
-Placing = Literal["device", "state on host", "all on host"]
+Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]
+PLACINGS: tuple[Placing, ...] = get_args(Placing)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Candidate:
       rank there. `lasting`: what a run books, by the kinds of `run.stats()`.
     - `sent`: bytes that a rank sends in a step, by kind. `seconds`: an estimate of the step's parts;
       `step`: of the whole.
-    - `settings`: the options of `shard`, all of them, as plain data.
+    - `settings`: the options of `shard`, all of them, as plain data. `places`: where every unit rests (the
+      fields of a `Place`), where that is decided unit by unit.
     """
 
     stage: Stage
@@ -53,6 +57,12 @@ class Candidate:
     lasting: dict[str, int] = field(default_factory=dict)
     disk: int = 0
     numerics: Numerics = "exact"
+    places: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where every unit rests, where that is decided unit by unit."""
+        return Placement(tuple(Place(*place) for place in self.places)) if self.places else None
 
     @property
     def label(self) -> str:
@@ -71,8 +81,8 @@ class Candidate:
     @property
     def moving_parts(self) -> int:
         """What can go wrong: fewer is better where two are equally fast."""
-        placing = ("device", "state on host", "all on host").index(self.placing)
-        return self.stage + 2 * placing + bool(self.recompute) + self.lean
+        placing = {"device": 0, "state on host": 2, "some on host": 3, "all on host": 4}.get(self.placing, 5)
+        return self.stage + placing + bool(self.recompute) + self.lean
 
     @property
     def family(self) -> tuple[Any, ...]:
@@ -111,7 +121,7 @@ class Plan:
 
     def options(self) -> dict[str, Any]:
         """The options of `shard` that carry the plan out."""
-        return {name: from_plain(value) for name, value in self.chosen.settings.items()}
+        return options_of(self.chosen)
 
     # ------------------------------------------------------------------ JSON
 
@@ -162,7 +172,8 @@ class Plan:
     def show(self, console: Console | None = None, every: bool = True) -> None:
         """Print the candidates, the choice and its reasons. `every=False`: of ways that differ in how they
         save memory only, the best one."""
-        console = console or Console(highlight=False)
+        wide = None if sys.stdout.isatty() else 140  # a file has no width of its own
+        console = console or Console(highlight=False, width=wide)
         console.print(self._text(console.width >= 120, self.candidates if every else self._best()))
 
     def __str__(self) -> str:
@@ -222,7 +233,8 @@ class Plan:
                 *([one.where, one.numerics] if wide else []),
                 style="bold" if mark == "chosen" else "",
             )
-        return Group(table, f"{self.chosen.label}: {made_of(self.chosen.kinds)}", *self.reasons)
+        resting = [self.chosen.placement.line()] if self.chosen.placement is not None else []
+        return Group(table, f"{self.chosen.label}: {made_of(self.chosen.kinds)}", *resting, *self.reasons)
 
 
 def made_of(kinds: Mapping[str, int], least: int = 1) -> str:
@@ -258,7 +270,7 @@ def from_plain(value: Any) -> Any:
     kind = made.pop("type", None)
     if kind == "float":
         return float(made["value"])
-    found = getattr(config, str(kind), None) or getattr(policy, str(kind), None)
+    found = records().get(str(kind))
     if found is not None:
         return found(**made)
     try:
@@ -267,6 +279,64 @@ def from_plain(value: Any) -> Any:
         raise PlanError(
             f"this plan has an option of type {kind!r}, which this ZeroShard does not know: {error}"
         ) from error
+
+
+@cache
+def records() -> dict[str, Any]:
+    """Every type of record that stands somewhere in `Options`, by name, found from its annotations: an
+    option that is added later is carried without a word here."""
+    found: dict[str, Any] = {}
+    left: list[Any] = [*get_type_hints(Options).values()]
+    while left:
+        hint = left.pop()
+        left += get_args(hint)
+        if is_dataclass(hint) and isinstance(hint, type) and hint.__name__ not in found:
+            found[hint.__name__] = hint
+            left += get_type_hints(hint).values()
+    return found
+
+
+def options_of(one: Candidate) -> dict[str, Any]:
+    """The options of `shard` that carry a candidate out."""
+    known = {f.name for f in fields(Options)}
+    unknown = [name for name in one.settings if name not in known]
+    if unknown:
+        raise PlanError(
+            f"this plan has an option {unknown[0]!r}, which this ZeroShard does not know: plan again, or "
+            "install the version that made it."
+        )
+    return {name: from_plain(value) for name, value in one.settings.items()}
+
+
+def settings_text(one: Candidate) -> str:
+    """A candidate as a call of `shard`, with what differs from the defaults, to be copied."""
+    given = _differing(Options(**options_of(one)))
+    if not any(text.startswith("stage=") for text in given):
+        given.insert(0, f"stage={one.stage}")
+    lines = "".join(f"    {text},\n" for text in ("model", "optimizer", *given))
+    return f"run = zs.shard(\n{lines})"
+
+
+def _differing(record: Any) -> list[str]:
+    """``name=value`` for every field that is not at its default."""
+    told = []
+    for f in fields(record):
+        value = getattr(record, f.name)
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if value != default:
+            told.append(f"{f.name}={_typed(value)}")
+    return told
+
+
+def _typed(value: Any) -> str:
+    """A value as a user types it."""
+    if is_dataclass(value):
+        return f"zs.{type(value).__name__}({', '.join(_differing(value))})"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_typed, value))}]"
+    if isinstance(value, float) and math.isinf(value):
+        return "math.inf"
+    return repr(value)
 
 
 def settings_of(options: Options) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from .choice import choose
 from .config import OptionKeys, Options, Precision, did_you_mean, parse_bytes
 from .errors import OptionError, PlanError
+from .frames import Frame, frames_of
 from .machine import Machine
 from .machine import machine as find_machine
 from .memory import Setup
-from .plan import Plan
+from .plan import Plan, options_of
 from .planner import Question, placing_of
 from .shapes import Block, Rule, Weight
 from .step import rows_suffice
@@ -35,6 +36,7 @@ class AskKeys(TypedDict, total=False):
     limit: int | str | None
     host_limit: int | str | None
     disk_limit: int | str | None
+    disk_path: str | None
     memory_limit_per_node: int | str | None
     nodes: int | None
     batch: Any
@@ -60,7 +62,7 @@ def plan(
     """How to train `model` on so many ranks within a limit of device memory, before anything is allocated.
 
     - `limit`: bytes of one device (``"80GiB"``). `host_limit`, `disk_limit`: bytes of host memory and disk
-      of one node, for all of its ranks.
+      of one node, for all of its ranks. `disk_path`: a folder on that disk; without it nothing is put there.
     - `memory_limit_per_node` in place of `limit`: what the devices of one node may use together.
       `nodes` and `ranks_per_node` in place of `ranks`.
     - `batch`: one rank's micro-batch: a tensor, a tuple of arguments, a dict of keyword arguments, or
@@ -81,12 +83,23 @@ def plan(
     >>> zs.plan(model, ranks=8, limit="1GiB").chosen.stage
     0
     """
+    return inquire(model, optimizer, ranks=ranks, **asked).plan()
+
+
+def inquire(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    ranks: int | None = None,
+    **asked: Unpack[PlanKeys],
+) -> Inquiry:
+    """What `plan` asks, not yet answered."""
     given: dict[str, Any] = dict(asked)
     wanted = take_asked(given)
     machine = wanted.get("machine", "H100")
     found = find_machine(machine) if isinstance(machine, str) else machine
     place = Place(_ranks(ranks, wanted), found)
-    return choose_for(model, _listed(optimizer), wanted, _options(given), given, place)
+    return inquiry_for(model, _listed(optimizer), wanted, _options(given), given, place)
 
 
 def take_asked(given: dict[str, Any]) -> dict[str, Any]:
@@ -97,24 +110,46 @@ def take_asked(given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is to run. `overlaps`: gathers can run ahead; `one_memory`: device and host tier are
-    the same memory, as on the CPU."""
+    """Where a model is to run. `overlaps`, `staged`: as the transport's; `one_memory`: device and host tier
+    are the same memory, as on the CPU."""
 
     ranks: int
     machine: Machine
     overlaps: bool = True
+    staged: bool = True
     one_memory: bool = False
 
 
-def choose_for(
+@dataclass(frozen=True)
+class Inquiry:
+    """A question about a real model, and what its run must have in common with the answer."""
+
+    question: Question
+    weights: dict[str, str]
+    optimizer: tuple[str, ...]
+    batch: tuple[str, ...]
+
+    def plan(self) -> Plan:
+        """The answer, or a `PlanError`."""
+        return self.named(choose(self.question))
+
+    def named(self, made: Plan) -> Plan:
+        return replace(made, weights=self.weights, optimizer=self.optimizer, batch=self.batch)
+
+    def frames(self, plan: Plan) -> list[list[Frame]]:
+        """One step in time of each of the plan's candidates."""
+        return [frames_of(self.question, Options(**options_of(one))) for one in plan.candidates]
+
+
+def inquiry_for(
     model: nn.Module,
     optimizers: list[Optimizer] | None,
     wanted: dict[str, Any],
     options: Options,
     given: Collection[str],
     place: Place,
-) -> Plan:
-    """The plan for what is wanted (`AskKeys`). `given`: names of the options that the user gave."""
+) -> Inquiry:
+    """The question for what is wanted (`AskKeys`). `given`: names of the options that the user gave."""
     from .trace import Inputs  # fake tensors take a second to import, which `import zeroshard` should not
 
     units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
@@ -138,25 +173,28 @@ def choose_for(
         replace(place.machine, node=per_node),
         optional("host_limit"),
         optional("disk_limit"),
+        wanted.get("disk_path"),
         resting + (inputs.nbytes if inputs else 0),
         overlaps=place.overlaps,
+        staged=place.staged,
         shared=place.one_memory and "memory_limit_per_node" in wanted,
         **_choices(options, given, wanted.get("precisions")),
     )
     if inputs is not None:
         question = replace(question, trace=Traces(question, model, inputs, wanted.get("loss")))
-    made = choose(question)
-    return replace(
-        made,
-        weights=weights_of(model),
-        optimizer=tuple(rule.name for rule in rules),
-        batch=tuple(_shape_text(t) for t in inputs.tensors) if inputs is not None else (),
+    if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
+        raise OptionError("disk_limit= needs disk_path=, a folder on that disk.")
+    return Inquiry(
+        question,
+        weights_of(model),
+        tuple(rule.name for rule in rules),
+        tuple(_shape_text(t) for t in inputs.tensors) if inputs is not None else (),
     )
 
 
 def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[str, Any]:
     """What may be chosen: all that the user left open."""
-    made: dict[str, Any] = {"free": frozenset(("prefetch", "bucket_bytes")) - set(given)}
+    made: dict[str, Any] = {"free": frozenset(("prefetch", "bucket_bytes", "split")) - set(given)}
     if "stage" in given or options.node_cache:
         made["stages"] = (options.stage,)
     if "offload" in given:

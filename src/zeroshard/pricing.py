@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .codec import Codec, LowRank
 from .machine import Machine
 from .memory import Setup
-from .shapes import WIDTHS
+from .shapes import WIDTHS, Bucket
 from .timeline import Segment
 
 
@@ -24,25 +25,31 @@ class Seconds:
 
 def sent_by_rank(setup: Setup) -> dict[str, int]:
     """Bytes that a rank sends in a step on average: pieces to the other N - 1. Padding, flags and
-    agreements are left out."""
+    agreements are left out; of a codec for rows, all rows count."""
     if setup.world == 1:
         return {}
     others = setup.world - 1
-    reduced = sum(w.numel * WIDTHS[b.wire] for b in setup.buckets for w in b.weights) * others // setup.world
+    reduced = sum(_travels(b, b.wire) for b in setup.buckets) * others // setup.world
     if setup.options.stage == 0:
-        whole = (
-            sum(w.numel * WIDTHS[b.landed] for b in setup.buckets for w in b.weights) * others // setup.world
-        )
-        return {"reduce": reduced + whole}
-    size = {unit.name: 0 for unit in setup.units}
+        back = [b for b in setup.buckets if not isinstance(b.codec, LowRank)]  # factors go to all already
+        return {"reduce": reduced + sum(_travels(b, b.landed) for b in back) * others // setup.world}
+    size, gather = {unit.name: 0 for unit in setup.units}, setup.options.gather
     for bundle in setup.bundles:
-        size[bundle.unit] += (
-            sum(slot.numel for slot in bundle.slots if slot.split != "copy") * WIDTHS[bundle.compute]
-        )
+        numel = sum(slot.numel for slot in bundle.slots if slot.split != "copy")
+        coded = gather is not None and setup.codes(bundle)
+        size[bundle.unit] += gather.wire_bytes(numel) if gather and coded else numel * WIDTHS[bundle.compute]
     if setup.resident:
         return {"reduce": reduced, "publish": sum(size.values()) * others // setup.world}
     kept = size[setup.units[0].name] + (size[setup.units[-1].name] if len(setup.units) > 1 else 0)
     return {"reduce": reduced, "gather": (2 * sum(size.values()) - kept) * others // setup.world}
+
+
+def _travels(bucket: Bucket, dtype: str) -> int:
+    """Bytes of a bucket's whole gradient on its way."""
+    codec, numel = bucket.codec, sum(w.numel for w in bucket.weights)
+    if isinstance(codec, LowRank):
+        return 2 * WIDTHS["float32"] * sum(sum(codec.factors(w.shape)) for w in bucket.weights)
+    return codec.wire_bytes(numel) if isinstance(codec, Codec) else numel * WIDTHS[dtype]
 
 
 def seconds_of(
@@ -59,19 +66,24 @@ def seconds_of(
     alone = exchange if not setup.overlaps else sent.get("gather", 0) / rate if not _ahead(setup) else 0.0
     parts = {"compute": compute, "exchange": exchange}
     beside = {"compute": compute, "exchange": exchange - alone}
-    held, touched, width = _touched(setup)
-    if not setup.on_host:
-        parts["update"] = touched / machine.memory_rate
-        return Seconds(parts, max(beside.values()) + alone + parts["update"])
-    update = touched / (machine.host_rate / ranks_per_node)
-    copies = held * width / machine.pcie  # gradients out while weights come in
-    if setup.streamed:
-        copies += 2 * held * width / machine.pcie
-    parts |= {"copies": copies, "host update": update}
-    beside["copies"] = copies
-    if setup.parts and all(part.native for part in setup.parts):
-        return Seconds(parts, max(*beside.values(), update) + alone)
-    return Seconds(parts, max(beside.values()) + alone + update)
+    held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.bundles), default=4)
+    touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
+    last = 0.0  # what comes after all that runs side by side
+    if touched["device"]:
+        parts["update"] = last = touched["device"] / machine.memory_rate
+    away = held["host"] + held["disk"]
+    if away or setup.streamed:
+        streamed = sum(b.body(setup.rank) for b in setup.bundles if setup.streams(b))
+        # Gradients go out while weights come in; streamed weights come in twice more, forward and backward.
+        parts["copies"] = beside["copies"] = (away + 2 * streamed) * width / machine.pcie
+    if away:
+        update = (touched["host"] + touched["disk"]) / (machine.host_rate / ranks_per_node)
+        parts["host update"] = update
+        native = bool(setup.parts) and all(part.native for part in setup.parts)
+        beside, last = (beside | {"host update": update}, last) if native else (beside, last + update)
+    if held["disk"]:
+        parts["disk"] = beside["disk"] = 2 * setup.held.disk * ranks_per_node / machine.disk_rate
+    return Seconds(parts, max(beside.values()) + alone + last)
 
 
 def _ahead(setup: Setup) -> bool:
@@ -86,11 +98,16 @@ def _messages(setup: Setup) -> float:
     return (len(setup.buckets) + gathers) * math.log2(setup.world)
 
 
-def _touched(setup: Setup) -> tuple[int, int, int]:
-    """Elements that this rank updates, the bytes that an update reads and writes (master, moments, gradient,
-    weight), and the width of a compute weight."""
-    held = sum(s.held(setup.rank) for s in setup.slots.values())
+def _held(setup: Setup) -> dict[str, int]:
+    """Elements that this rank updates, by the tier that their state rests in."""
+    held = {"device": 0, "host": 0, "disk": 0}
+    for bundle in setup.bundles:
+        held[setup.state_rest(bundle)] += sum(slot.held(setup.rank) for slot in bundle.slots)
+    return held
+
+
+def _touched(setup: Setup, width: int) -> int:
+    """Bytes that an update reads and writes for each element: master, moments, gradient, weight."""
     master = max((WIDTHS[b.master] for b in setup.bundles), default=4)
     moments = max((rule.moments for rule in setup.rules), default=0)
-    width = min((WIDTHS[b.compute] for b in setup.bundles), default=4)
-    return held, held * (2 * master * (1 + moments) + 2 * width), width
+    return 2 * master * (1 + moments) + 2 * width

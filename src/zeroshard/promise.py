@@ -21,7 +21,7 @@ from .errors import OptionError, PlanError, ZeroShardError
 from .machine import machine as find_machine
 from .measure import here, link_between
 from .plan import Plan
-from .planning import Place, PlanKeys, check_nodes, choose_for, rules_of, take_asked, weights_of
+from .planning import Place, PlanKeys, check_nodes, inquiry_for, rules_of, take_asked, weights_of
 from .pool import Ledger
 from .stats import Stats
 
@@ -103,9 +103,10 @@ def _agreed(
     told: Any = None
     if transport.rank == 0:
         on_cpu = transport.device.type == "cpu"
-        place = Place(transport.size, found, transport.name in ("gloo", "nodes", "nccl"), on_cpu)
+        place = Place(transport.size, found, transport.overlaps, transport.staged, on_cpu)
         try:
-            told = {"plan": choose_for(model, optimizers, asked, options, wish.given, place).to_json()}
+            asked_of = inquiry_for(model, optimizers, asked, options, wish.given, place)
+            told = {"plan": asked_of.plan().to_json()}
         except ZeroShardError as error:
             told = {"type": type(error).__name__, "error": str(error)}
         except Exception as error:  # peers must not wait for a rank that has failed
@@ -161,6 +162,9 @@ class Promise:
         tiers = [((*ON_DEVICE, *ON_HOST) if plan.shared else ON_DEVICE, plan.limit, "the limit is")]
         if plan.host_limit is not None:
             tiers.append((ON_HOST, plan.host_limit // plan.ranks_per_node, "a rank's share of host_limit is"))
+        if plan.disk_limit is not None:
+            share = plan.disk_limit // plan.ranks_per_node
+            tiers.append((("disk",), share, "a rank's share of disk_limit is"))
         for kinds, most, what in tiers:
             rest = most - sum(more.get(kind, 0) for kind in kinds)
             ledger.cap(kinds, rest, f"{what} {show_bytes(most)}")

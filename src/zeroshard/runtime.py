@@ -78,7 +78,7 @@ class Runtime:
         self._arrivals = 0
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
         # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
-        self._overlaps = transport.name in ("gloo", "nodes", "nccl")
+        self._overlaps = transport.overlaps
 
     # ------------------------------------------------------------------ forward
 

@@ -149,7 +149,7 @@ class Bucket:
 
     def piece(self, rank: int) -> int:
         if self.flat:
-            return FlatPack(self.slots, self.slots[0].world, True, self.align).pieces[rank]
+            return aligned(-(-(self.full + aligned(len(self.slots))) // self.slots[0].world))
         return sum(aligned(slot.held(rank), self.align) for slot in self.slots) + aligned(len(self.slots))
 
     @cached_property
@@ -219,6 +219,10 @@ def _over_ranks(slot: Slot, align: int) -> int:
         return slot.world * aligned(slot.numel, align)
     if slot.split == "whole":
         return aligned(slot.numel, align)
+    if slot.split == "level":
+        each, more = divmod(slot.height, slot.world)
+        larger = more * aligned((each + 1) * slot.row, align)
+        return larger + (slot.world - more) * aligned(each * slot.row, align)
     chunk = -(-slot.height // slot.world)
     if chunk == 0:
         return 0

@@ -99,7 +99,7 @@ def _describe(state: dict[str, Any], slot: Slot, rank: int) -> dict[str, list[An
         if not isinstance(value, Tensor):
             result[key] = ["value", value]
         else:
-            rows = value.dim() > 0 and slot.split == "rows" and tuple(value.shape) == slot.local_shape(rank)
+            rows = value.dim() > 0 and slot.by_rows and tuple(value.shape) == slot.local_shape(rank)
             result[key] = [
                 "rows" if rows else "tensor",
                 list(value.shape),

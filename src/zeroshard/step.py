@@ -77,7 +77,7 @@ class Update:
         """Parameters that the optimizer holds, from the start or since `add_param_group`."""
         wholes = any(p.slot.split == "whole" for p in self.params.values())
         for param in params:
-            if wholes and param.slot.split == "rows":
+            if wholes and param.slot.by_rows:
                 raise ModelError(
                     f"{type(self.optimizer).__name__} needs whole tensors, and `{param.name}` was divided by "
                     'rows. Give it the parameter before shard(), or pass shard(..., split="whole").'

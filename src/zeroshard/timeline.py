@@ -69,10 +69,11 @@ def step_moments(setup: Setup, segments: Sequence[Segment], inputs: int = 0) -> 
         "parameters": held.parameters,
         "state": held.state,
         "gathered": held.gathered,
-        "buckets": held.buckets,
+        "buckets": held.buckets + setup.stage,
         "inputs": inputs,
     }
-    settled = held.gradients if setup.world > 1 else 0
+    # Gradients that do not travel are there as they land; those of the step before all the time.
+    settled = held.gradients if setup.reduces else held.gradients - _once(setup)
     moments, saved = [], 0
     for segment in chain:
         kinds = lasting | {"gradients": settled, "activations": saved + max(segment.forward, segment.saved)}
@@ -82,13 +83,13 @@ def step_moments(setup: Setup, segments: Sequence[Segment], inputs: int = 0) -> 
     for index in reversed(range(len(chain))):
         arriving, landed, level = fullest[index]
         kinds = lasting | {
-            "gradients": settled or landed,
+            "gradients": settled + landed,
             "arriving": arriving,
             "activations": saved + level,
         }
         moments.append(_moment(f"backward of {_label(chain[index])}", kinds))
         saved -= chain[index].saved
-    kinds = lasting | {"gradients": settled or landed_last, "update": _update(setup)}
+    kinds = lasting | {"gradients": settled + landed_last, "update": _update(setup)}
     return [*moments, _moment("the update", kinds)]
 
 
@@ -105,13 +106,18 @@ def _label(segment: Segment) -> str:
     return f"`{segment.unit}`" if segment.unit else "the root"
 
 
+def _once(setup: Setup) -> int:
+    """Bytes of a whole gradient, but for what ends on the host."""
+    return sum(w.numel * WIDTHS[b.landed] for b in setup.buckets if b.part is None for w in b.weights)
+
+
 class _Arrivals:
     """Gradients on their way: `now` bytes wait on leaves for their bucket to fill and to have its turn; on
     one rank `landed` bytes have become gradients of homes."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.now, self.landed, self._due = setup, 0, 0, 0
-        self._bucket_of = {w.name: n for n, bucket in enumerate(setup.buckets) for w in bucket.weights}
+        self._bucket_of = setup.bucket_of
         self._missing = [len(bucket.weights) for bucket in setup.buckets]
         self._waiting = [0] * len(self._missing)
 
@@ -119,16 +125,16 @@ class _Arrivals:
         """One more; returns what waits at the moment before its bucket leaves."""
         setup, number = self.setup, self._bucket_of[weight.name]
         bucket, size = setup.buckets[number], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
-        if setup.world == 1 and bucket.part is None:
+        if not setup.reduces and bucket.part is None:
             self.landed += weight.numel * WIDTHS[bucket.landed]
             return self.now
         self.now += size
         most = self.now
         self._waiting[number] += size
         self._missing[number] -= 1
-        while setup.world > 1 and self._due < len(self._missing) and self._missing[self._due] == 0:
+        while setup.reduces and self._due < len(self._missing) and self._missing[self._due] == 0:
             self.now, self._due = self.now - self._waiting[self._due], self._due + 1
-        if setup.world == 1 and self._missing[number] == 0:
+        if not setup.reduces and self._missing[number] == 0:
             self.now -= self._waiting[number]
             self.landed = _kept(setup, self.landed, bucket.full * WIDTHS[bucket.landed])
         return most
@@ -137,8 +143,9 @@ class _Arrivals:
 def _arrivals(setup: Setup, chain: Sequence[Segment]) -> tuple[list[tuple[int, int, int]], int]:
     """For each segment's backward, at its fullest: the bytes of gradients that wait on leaves and that have
     landed, and of activations beyond the saved ones. Then what has landed in the end."""
-    guessed = _weights_by_segment(setup, chain)
-    by_name = {w.name: w for unit in setup.units for w in unit.weights if w.trainable}
+    traced = all(segment.levels for segment in chain)
+    guessed = [] if traced else _weights_by_segment(setup, chain)
+    by_name = setup.trainable
     state, result = _Arrivals(setup), [(0, 0, 0)] * len(chain)
     for index in reversed(range(len(chain))):
         segment = chain[index]

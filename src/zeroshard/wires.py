@@ -14,12 +14,13 @@ Sort = tuple[str, str, Compression | None]
 RING = 3  # wires in flight from stage 2 on, as in `wiring`
 
 
-def gradients_of(buckets: Sequence[Bucket], stage: int, world: int, rank: int) -> Buffers:
-    """Wires and landings. One rank has neither: the leaf's gradient becomes the home's, and lasts until
-    `zero_grad`."""
-    if world == 1:
+def gradients_of(buckets: Sequence[Bucket], stage: int, travel: bool, rank: int, behind: bool) -> Buffers:
+    """Wires and landings. Where gradients do not travel there is neither: the leaf's gradient becomes the
+    home's, and lasts until `zero_grad`. One step behind, each bucket has its own wire and lands twice."""
+    if not travel:
         alone = [b for b in buckets if b.part is None]
-        return Buffers(gradients=sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights))
+        once = sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights)
+        return Buffers(gradients=2 * once if behind else once)
     groups: dict[Sort, list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault((bucket.wire, bucket.landed, bucket.codec), []).append(bucket)
@@ -29,7 +30,7 @@ def gradients_of(buckets: Sequence[Bucket], stage: int, world: int, rank: int) -
     total = Buffers(buckets=4 * max(coded, default=0) + 4 * max(narrow, default=0))
     for (_, _, codec), members in groups.items():
         if codec is None:
-            total += _plain(members, stage, rank)
+            total += _plain(members, stage, rank, behind)
         elif isinstance(codec, Codec):
             total += _coded(members, codec, stage, rank)
         elif isinstance(codec, LowRank):
@@ -39,17 +40,17 @@ def gradients_of(buckets: Sequence[Bucket], stage: int, world: int, rank: int) -
     return total
 
 
-def _plain(members: list[Bucket], stage: int, rank: int) -> Buffers:
+def _plain(members: list[Bucket], stage: int, rank: int, behind: bool) -> Buffers:
     """Buckets of one pair of dtypes that travel as they are."""
     wire, dtype = members[0].wire, members[0].landed
     sizes = [bucket.wire_numel for bucket in members]
-    numel = min(RING, len(sizes)) * max(sizes) if stage > 1 else sum(sizes)
+    numel = min(RING, len(sizes)) * max(sizes) if stage > 1 and not behind else sum(sizes)
     wires = numel * WIDTHS[wire]
     pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
     if stage == 0:  # where dtypes agree, the wire is the gradient
         whole = Buffers(gradients=numel * WIDTHS[dtype])
         return whole if dtype == wire else whole + Buffers(buckets=wires + pieces)
-    landed = pieces if stage > 1 or dtype != wire else 0
+    landed = 2 * pieces if behind else pieces if stage > 1 or dtype != wire else 0
     return Buffers(gradients=wires + landed) if stage == 1 else Buffers(gradients=landed, buckets=wires)
 
 

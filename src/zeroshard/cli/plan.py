@@ -1,77 +1,130 @@
 """Say whether a model will fit, and how to train it.
 
-SPEC names a function without arguments that returns the model, or a pair of the model and a batch of
-example inputs: as package.module:function, or path/to/script.py:function. It is called on the meta device,
-so nothing is allocated. A Hugging Face config.json works where transformers is installed. DEVICE is a size,
-or a GPU of the table: H100, A100, RTX4090, …
+SPEC names a function that returns the model, or a pair of the model and a batch of example inputs: as
+package.module:function, or path/to/script.py:function; --set gives its arguments. It is called on the meta
+device, so nothing is allocated. Or SPEC is a Hugging Face config.json (or its folder): bert, gemma, gpt2,
+llama, mistral, qwen2, qwen3 and roberta are known here, all others where transformers is installed. DEVICE is
+a size, or a GPU of the table: H100, A100, RTX4090, …
+
+--search finds the largest micro-batch (batch), the largest value of an argument that fits (model, with
+--vary), or the fewest ranks (ranks).
 
 The exit code is 1 where nothing fits; the message says what would.
 
 examples:
   zeroshard plan project.model:build --ranks 64 --device 80GiB --host 1TiB --batch 8x2048 --precision bf16
-  zeroshard plan train.py:build --ranks 8 --device H100 --batch 4x4096 --precision bf16 --json > plan.json
+  zeroshard plan train.py:build --set layers=24 --ranks 8 --device H100 --batch 4x4096 --json > plan.json
+  zeroshard plan config.json --ranks 8 --device H100 --batch 4x4096 --precision bf16 --html plan.html
+  zeroshard plan config.json --ranks 8 --device A100 --batch 1x4096 --precision bf16 --search batch
+  zeroshard plan config.json --ranks 8 --device A100 --batch 1x4096 --search model --vary n_layer=1:500
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import OptionError
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from zeroshard.cli._spec import Spec
     from zeroshard.machine import Machine
+    from zeroshard.plan import Plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     add = parser.add_argument
     add("spec", metavar="SPEC", help="module:function, script.py:function, or a config.json")
-    add("--ranks", type=int, required=True, help="the number of processes, one for each device")
-    add("--device", required=True, metavar="SIZE|GPU", help="the memory of one device, or its name")
-    add("--host", metavar="SIZE", help="the host memory of one node (default: no limit)")
-    add("--batch", metavar="SHAPE", help="one rank's micro-batch of token ids, such as 8x2048")
-    add("--precision", help="bf16 or fp16 (default: as the model is)")
-    add("--stage", type=int, choices=(0, 1, 2, 3), help="consider this stage only")
-    add("--clip-norm", type=float, metavar="NORM", help="as for shard(): lets updates on the host overlap")
-    add(
-        "--gpu",
-        default="H100",
-        help="whose rates to reckon with where DEVICE is a size (default: %(default)s)",
-    )
-    add("--network", default="infiniband-ndr", help="between nodes: a name of the table, or bytes a second")
-    add("--node", type=int, default=8, help="devices of a node (default: %(default)s)")
-    add("--json", action="store_true", help="print the plan as JSON")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument, or a config's entry")
+    where = parser.add_argument_group("where it is to run")
+    where.add_argument("--ranks", type=int, help="the number of processes, one for each device")
+    where.add_argument("--nodes", type=int, help="with --ranks-per-node, in place of --ranks")
+    where.add_argument("--ranks-per-node", type=int, metavar="N", help="devices of a node (default: 8)")
+    where.add_argument("--device", metavar="SIZE|GPU", help="the memory of one device, or its name")
+    where.add_argument("--memory-limit-per-node", metavar="SIZE", help="of its devices, in place of --device")
+    where.add_argument("--host", metavar="SIZE", help="the host memory of one node (default: no limit)")
+    where.add_argument("--disk", metavar="SIZE", help="the disk of one node, for --disk-path")
+    where.add_argument("--disk-path", metavar="DIR", help="a folder that optimizer state may rest in")
+    where.add_argument("--gpu", default="H100", help="whose rates to reckon with (default: %(default)s)")
+    where.add_argument("--network", default="infiniband-ndr", help="a name of the table, or bytes a second")
+    how = parser.add_argument_group("what is given")
+    how.add_argument("--batch", metavar="SHAPE", help="one rank's micro-batch of token ids, such as 8x2048")
+    how.add_argument("--precision", help="bf16 or fp16 (default: as the model is)")
+    how.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="consider this stage only")
+    how.add_argument("--recompute", choices=("yes", "no"), help="of activations (default: chosen)")
+    how.add_argument("--no-offload", action="store_true", help="keep everything on the device")
+    how.add_argument("--clip-norm", type=float, metavar="NORM", help="as for shard(): host updates overlap")
+    out = parser.add_argument_group("what is told")
+    out.add_argument("--search", choices=("batch", "model", "ranks"), help="the most that fits")
+    out.add_argument("--vary", metavar="NAME=LOW:HIGH", help="what --search model varies")
+    out.add_argument("--json", action="store_true", help="print the plan as JSON")
+    out.add_argument("--html", metavar="FILE", help="write a page: memory over a step, for every candidate")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the plan."""
-    import zeroshard as zs
+    from zeroshard.cli._spec import Spec, values_of
+    from zeroshard.planning import inquire
 
-    model, batch = _model(arguments.spec)
-    machine, limit = _machine(arguments)
-    options: dict[str, Any] = {"precision": arguments.precision, "clip_norm": arguments.clip_norm}
-    if arguments.stage is not None:
-        options["stage"] = arguments.stage
-    made = zs.plan(
-        model,
-        ranks=arguments.ranks,
-        limit=limit,
-        host_limit=arguments.host,
-        batch=arguments.batch or batch,
-        machine=machine,
-        **options,
-    )
+    spec, values, asked = Spec(arguments.spec), values_of(arguments.set), _asked(arguments)
+    notes: list[str] = []
+    if arguments.search:
+        found, asked = _searched(arguments, spec, values, asked)
+        notes.append(f"{found}.")
+    model, batch = spec.build(values)
+    asked.setdefault("batch", batch)
+    inquiry = inquire(model, **asked)
+    made = inquiry.plan()
+    if arguments.html:
+        _write(arguments.html, made, inquiry, notes)
     if arguments.json:
         print(made.to_json())
-    else:
-        made.show()
+        return 0
+    made.show()
+    for note in notes:
+        print(note)
+    if arguments.html:
+        print(f"written: {arguments.html}")
     return 0
 
 
-def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str]:
+def _write(path: str, made: Plan, inquiry: Any, notes: list[str]) -> None:
+    from pathlib import Path
+
+    from zeroshard.page import page
+
+    try:
+        Path(path).write_text(page(made, inquiry.frames(made), notes), encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--html {path} cannot be written: {error.strerror}.") from error
+
+
+def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `zs.plan`."""
+    machine, limit = _machine(arguments)
+    asked: dict[str, Any] = {
+        "ranks": arguments.ranks,
+        "nodes": arguments.nodes,
+        "ranks_per_node": arguments.ranks_per_node,
+        "limit": limit,
+        "memory_limit_per_node": arguments.memory_limit_per_node,
+        "host_limit": arguments.host,
+        "disk_limit": arguments.disk,
+        "disk_path": arguments.disk_path,
+        "batch": arguments.batch,
+        "machine": machine,
+        "precision": arguments.precision,
+        "clip_norm": arguments.clip_norm,
+        "stage": arguments.stage,
+        "recompute": {"yes": True, "no": False, None: None}[arguments.recompute],
+    }
+    told = {name: value for name, value in asked.items() if value is not None}
+    return told | ({"offload": None} if arguments.no_offload else {})
+
+
+def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
     """The machine, and the limit: its whole memory where a GPU is named."""
     from zeroshard.machine import GPUS, machine
 
@@ -79,81 +132,42 @@ def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str]:
         network: str | float = float(arguments.network)
     except ValueError:
         network = arguments.network
-    named = arguments.device.upper() in GPUS
-    found = machine(arguments.device if named else arguments.gpu, network, node=arguments.node)
-    return found, found.memory if named else arguments.device
+    device = arguments.device
+    named = device is not None and device.upper() in GPUS
+    per_node = arguments.ranks_per_node or 8
+    found = machine(device if named else arguments.gpu, network, node=per_node)
+    return found, found.memory if named else device
 
 
-def _model(spec: str) -> tuple[nn.Module, Any]:
-    """The model on the meta device, and the batch that came with it."""
-    import torch
+def _searched(
+    arguments: argparse.Namespace, spec: Spec, values: dict[str, Any], asked: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """What was found, and what to ask for its plan. `values` gets the one that was searched for."""
+    from zeroshard import search
 
-    made = _configured(spec) if spec.endswith(".json") else _called(spec)
-    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"{spec} returned a {type(model).__name__}, not a module.")
-    return model, batch
-
-
-def _called(spec: str) -> Any:
-    import torch
-
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise OptionError(f"SPEC {spec!r} must be module:function, script.py:function, or a config.json.")
-    try:
-        found = getattr(_module(place), name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise OptionError(f"SPEC {spec!r} cannot be loaded: {error}.") from error
-    try:
-        with torch.device("meta"):
-            return found()
-    except Exception as error:  # the user's code: say that it was that
-        raise OptionError(f"{spec}() raised {type(error).__name__} on the meta device: {error}") from error
+    print("searching …", file=sys.stderr)
+    if arguments.search == "model":
+        name, low, high = _varied(arguments.vary)
+        given = {key: value for key, value in asked.items() if key != "batch"}
+        batch = asked.get("batch") or spec.build(values | {name: low})[1]
+        found = search.largest_model(
+            lambda size: spec.build(values | {name: size})[0], low=low, high=high, batch=batch, **given
+        )
+        values[name] = found.value
+        return f"Largest {name}: {found.value:,}{'' if not found.bounded else ', the largest tried'}", asked
+    model, batch = spec.build(values)
+    asked = {"batch": batch} | asked
+    if arguments.search == "batch":
+        found = search.largest_batch(model, **asked)
+        return found, asked | {"batch": search.with_rows(asked["batch"], found.value)}
+    most = asked.pop("ranks", search.MOST_RANKS)
+    found = search.fewest_ranks(model, most=most, **asked)
+    return found, asked | {"ranks": found.value}
 
 
-def _module(place: str) -> Any:
-    """A module by its dotted name, the current folder searched first; or a script, under a name that is not
-    `__main__`."""
-    import importlib
-    import importlib.util
-    import os
-    import sys
-    from pathlib import Path
-
-    if not place.endswith(".py"):
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        return importlib.import_module(place)
-    path = Path(place)
-    if not path.exists():
-        raise OSError(f"there is no file {place}")
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
-    found.loader.exec_module(module)
-    return module
-
-
-def _configured(path: str) -> Any:
-    """A causal language model of Hugging Face from its config.json."""
-    import importlib
-    from pathlib import Path
-
-    import torch
-
-    if not Path(path).exists():
-        raise OptionError(f"there is no file {path}.")
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise OptionError(
-            f"{path} describes a model of Hugging Face, which takes `pip install transformers`; or name a "
-            "function that builds the model: module:function."
-        ) from error
-    config = transformers.AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+def _varied(text: str | None) -> tuple[str, int, int]:
+    name, _, span = (text or "").partition("=")
+    low, _, high = span.partition(":")
+    if not (name and low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
+        raise OptionError(f"--search model needs --vary NAME=LOW:HIGH, e.g. layers=1:200; this is {text!r}.")
+    return name, int(low), int(high)

@@ -19,6 +19,7 @@ from .nccl import NcclTransport
 from .nodes import NodesTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
+from .simulated import SimulatedTransport
 from .topology import Topology, by_count, by_host
 from .transport import Transport
 from .watch import Watch
@@ -43,6 +44,8 @@ def connect(
 ) -> Transport:
     """The transport `transport` between the ranks of `group` (default: all). Collective.
 
+    A group of torch's ``fake`` backend is simulated, whatever was asked.
+
     `auto` takes `local` for one rank, `nccl` where the group has it and every rank its own GPU, `shm` where
     all ranks are processes of one host that can read one another, else `gloo`. A node is a host, or as many
     ranks as `ranks_per_node` says.
@@ -59,6 +62,8 @@ def connect(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1 and transport in ("auto", "local"):
         return LocalTransport(device)
+    if dist.get_backend(group) == "fake":
+        return SimulatedTransport(rank, size, device)
     store = _own_store(group)
     watch = _shared_watch(group, store)
     places = _places(Rendezvous(store, rank, size, timeout), device, transport, group)

@@ -53,6 +53,7 @@ class GlooTransport(Transport):
     """Sends and receives over gloo. Regions are host memory, also where the device is a GPU."""
 
     name = "gloo"
+    overlaps = True
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class NodesTransport(Transport):
     """See the module's docstring. For ranks without GPUs."""
 
     name = "nodes"
+    overlaps = True
 
     def __init__(
         self, store: Store, rank: int, topology: Topology, device: torch.device, timeout: float = 600.0

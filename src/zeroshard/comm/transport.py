@@ -117,6 +117,8 @@ class Transport(ABC):
     """
 
     name: str = ""
+    overlaps: bool = False  # operations go on while this thread computes
+    staged: bool = False  # they pass through device memory that the transport keeps
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank

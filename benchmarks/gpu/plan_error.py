@@ -1,0 +1,250 @@
+"""The planner against the machine: predicted and measured device peak, host peak and step time.
+
+    python benchmarks/gpu/plan_error.py                          # as many cases as fit into nine minutes
+    python benchmarks/gpu/plan_error.py                          # the rest: it goes on where it stopped
+    python benchmarks/gpu/plan_error.py --sizes 1b --worlds 8    # a part of them
+    python benchmarks/gpu/plan_error.py --device cpu --sizes tiny --worlds 1 4 --seq 32 --steps 1
+
+Cases: sizes × stages × recomputation × offload on one rank, and one rank of simulated worlds (a fake process
+group, real computation and memory; their times have no communication, and are not compared). The micro-batch
+is the largest of --rows that is predicted to fit. After every case the JSON and the Markdown beside it are
+written anew, so a run that is cut off loses one case.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from provenance import commit, hardware, version  # noqa: E402
+
+GIB = 2**30
+BARS = {"device": 0.03, "host": 0.03, "step": 0.15}
+GOAL = 0.01  # of the device
+APART = 1.10  # two step times that differ by more are a pair to rank
+KEY = ("size", "world", "stage", "recompute", "offload")
+
+
+def cases(args):
+    for size, world in itertools.product(args.sizes, args.worlds):
+        for stage, recompute, offload in itertools.product(args.stages, args.recompute, args.offload):
+            yield {
+                "size": size,
+                "world": world,
+                "stage": stage,
+                "recompute": recompute == "yes",
+                "offload": offload,
+                "rows": args.rows,
+                "seq": args.seq,
+                "steps": args.steps,
+            }
+
+
+def key(case):
+    return tuple(case[name] for name in KEY)
+
+
+class Worker:
+    """A process that measures the cases of one size and world, one after another."""
+
+    def __init__(self, world, device):
+        command = [sys.executable, str(HERE / "plan_one.py"), "--world", str(world), "--device", device]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+        )
+
+    def measure(self, case, timeout):
+        """The case's result; an error where the process died or took too long."""
+        end = time.monotonic() + timeout
+        try:
+            self.process.stdin.write(json.dumps(case) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return case | {"error": "the measuring process has ended"}
+        while time.monotonic() < end:
+            if select.select([self.process.stdout], [], [], 1.0)[0]:
+                line = self.process.stdout.readline()
+                if not line:
+                    return case | {"error": f"the measuring process ended: {self._last_words()}"}
+                if line.startswith("RESULT "):
+                    return json.loads(line[len("RESULT ") :])
+        self.stop()
+        return case | {"error": f"took more than {timeout:.0f} s"}
+
+    def _last_words(self):
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()
+        return lines[-1][:300] if lines else "no word"
+
+    def stop(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.errors.close()
+
+
+# ---------------------------------------------------------------------- what the rows say
+
+
+def error(row, what):
+    """How far the prediction is off, as a share of what was measured; None where there is nothing."""
+    if "measured" not in row or (what == "step" and row["world"] > 1):
+        return None
+    if what == "host" and row["offload"] == "none":
+        return None  # nothing of ours is there
+    real = row["measured"][what]
+    return row["predicted"][what] / real - 1 if real else None
+
+
+def ranked(rows):
+    """Pairs of the same model and batch on one rank whose measured steps differ by over 10 %: how many are
+    predicted in the right order, of how many."""
+    timed = [row for row in rows if error(row, "step") is not None]
+    right = pairs = 0
+    for a, b in itertools.combinations(timed, 2):
+        if (a["size"], a["rows"]) != (b["size"], b["rows"]):
+            continue
+        one, two = sorted((a, b), key=lambda row: row["measured"]["step"])
+        if two["measured"]["step"] > APART * one["measured"]["step"]:
+            pairs += 1
+            right += two["predicted"]["step"] > one["predicted"]["step"]
+    return right, pairs
+
+
+def summary(rows):
+    lines = []
+    for what, bar in BARS.items():
+        errors = [abs(e) for row in rows if (e := error(row, what)) is not None]
+        if errors:
+            good = sum(e <= bar for e in errors)
+            line = f"- {what}: {good} of {len(errors)} within {bar:.0%}, worst {max(errors):.1%}"
+            if what == "device":
+                line += f"; {sum(e <= GOAL for e in errors)} within {GOAL:.0%}"
+            lines.append(line)
+    right, pairs = ranked(rows)
+    if pairs:
+        lines.append(f"- ranking: {right} of {pairs} pairs that differ by over 10 % ({right / pairs:.0%})")
+    failed = sum("error" in row for row in rows)
+    skipped = sum("skipped" in row for row in rows)
+    lines.append(f"- {len(rows)} cases; {skipped} predicted not to fit and not run, {failed} failed")
+    return lines
+
+
+def table(rows):
+    lines = [
+        "| model | ranks | stage | recompute | offload | rows | device GiB: said / was | off | reserved | "
+        "host GiB: said / was | off | step s: said / was | off |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda r: (r["world"], str(r["size"]), r["stage"], r["recompute"])):
+        names = [row["size"], row["world"], row["stage"], "yes" if row["recompute"] else "no", row["offload"]]
+        head = " | ".join(map(str, names))
+        if "measured" not in row:
+            why = row.get("skipped") or row.get("error")
+            lines.append(f"| {head} | – | {why} | | | | | | |")
+            continue
+        said, was = row["predicted"], row["measured"]
+
+        def pair(what, scale, digits, said=said, was=was):
+            return f"{said[what] / scale:.{digits}f} / {was[what] / scale:.{digits}f}"
+
+        def off(what, row=row):
+            found = error(row, what)
+            return "–" if found is None else f"{found:+.1%}"
+
+        digits = 2 if was["device"] > GIB / 10 else 4
+        lines.append(
+            f"| {head} | {row['rows']} | {pair('device', GIB, digits)} | {off('device')} | "
+            f"{was['reserved'] / GIB:.{digits}f} | {pair('host', GIB, digits)} | {off('host')} | "
+            f"{pair('step', 1, 3)} | {off('step')} |"
+        )
+    return lines
+
+
+def write(path, facts, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
+    text = [
+        f"# The planner against {facts['device']}",
+        "",
+        f"torch {facts['torch']}, commit {facts['commit']}, `{facts['command']}`. Llama-shaped, bf16 with "
+        f"fp32 master and AdamW, {facts['seq']} tokens a row. Device: the allocator's most allocated bytes; "
+        "host: resident memory over what the process had before. Worlds of more than one rank are simulated.",
+        "",
+        *summary(rows),
+        "",
+        *table(rows),
+    ]
+    path.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def parsed(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["0.4b", "1b", "3b", "7b"])
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 8, 64, 1024])
+    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--recompute", nargs="+", default=["yes", "no"], choices=["yes", "no"])
+    parser.add_argument("--offload", nargs="+", default=["none", "host", "auto"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[8, 4, 2, 1])
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=2, help="measured, after two to warm up")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--budget", type=float, default=540, help="seconds; no case begins after them")
+    parser.add_argument("--case-seconds", type=float, default=120, help="a case that takes longer is ended")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--again", action="store_true", help="measure what the file has already")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args, begun = parsed(argv), time.monotonic()
+    import torch
+
+    name = torch.cuda.get_device_name(0) if args.device == "cuda" else hardware()
+    path = args.out or HERE.parent / "results" / f"{datetime.date.today()}-{args.device}-plan-error.json"
+    known = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
+    rows = {key(row): row for row in known}
+    facts = {
+        "device": name,
+        "torch": version("torch"),
+        "commit": commit(),
+        "command": "python benchmarks/gpu/plan_error.py",
+        "seq": args.seq,
+    }
+    left = [case for case in cases(args) if "measured" not in rows.get(key(case), {}) or args.again]
+    left = [case for case in left if "skipped" not in rows.get(key(case), {}) or args.again]
+    worker, at = None, None
+    for number, case in enumerate(left):
+        spare = args.budget - (time.monotonic() - begun)
+        if spare < 5:
+            print(f"{len(left) - number} cases are left: start it again", flush=True)
+            break
+        if worker is None or at != (case["size"], case["world"]) or worker.process.poll() is not None:
+            if worker is not None:
+                worker.stop()
+            worker, at = Worker(case["world"], args.device), (case["size"], case["world"])
+        row = rows[key(case)] = worker.measure(case, min(args.case_seconds, spare + 45))
+        write(path, facts, list(rows.values()))
+        said = {what: f"{e:+.1%}" for what in BARS if (e := error(row, what)) is not None}
+        print(*key(case), row.get("error") or row.get("skipped") or said, flush=True)
+    if worker is not None:
+        worker.stop()
+    print("\n".join(summary(list(rows.values()))), f"\n{path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

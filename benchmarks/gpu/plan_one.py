@@ -1,0 +1,217 @@
+"""What the planner says of some ways to train a Llama-shaped model, and what they then take: a JSON line for
+each case, read from the standard input. Started by `plan_error.py`, once for each size and world.
+
+A world of more than one rank is simulated: a fake process group, one rank's real memory and computation.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "src")]
+from llama import LM, VOCAB  # noqa: E402
+
+import zeroshard as zs  # noqa: E402
+from zeroshard.measure import here  # noqa: E402
+from zeroshard.planner import all_candidates  # noqa: E402
+from zeroshard.planning import inquire  # noqa: E402
+from zeroshard.testing import PeakBytes  # noqa: E402
+
+CLIP, ROOM = 1.0, 0.92  # of the device: what a case may be predicted to take
+ON_DEVICE = ("parameters", "gradients", "state", "gathered", "buckets")
+
+
+def meta_model(size):
+    with torch.device("meta"):
+        return LM(size, ckpt=False)
+
+
+def offload_of(kind, size, world, stage):
+    """`auto`: the device may hold the weights and half of the state."""
+    if kind == "none":
+        return None
+    if kind == "host":
+        return zs.Offload()
+    whole = zs.plan(
+        meta_model(size), ranks=world, limit="100TiB", stage=stage, offload=None, precision="bf16"
+    ).chosen.lasting
+    return zs.Offload(optimizer="auto", device_bytes=whole["parameters"] + whole["state"] // 2)
+
+
+def options_of(case):
+    offload = offload_of(case["offload"], case["size"], case["world"], case["stage"])
+    made = {
+        "stage": case["stage"],
+        "precision": "bf16",
+        "recompute": case["recompute"],
+        "offload": offload,
+        "prefetch": 1,
+        "bucket_bytes": "25MiB",
+        "split": "auto",
+    }
+    return made | ({"clip_norm": CLIP} if offload is not None else {})
+
+
+def predicted(case, rows, options, machine, memory):
+    """The one candidate that these options leave, for a micro-batch of so many rows."""
+    ids = torch.empty(rows, case["seq"], dtype=torch.int64, device="meta")
+    model = meta_model(case["size"])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    question = inquire(
+        model, optimizer, ranks=case["world"], limit=memory, batch=(ids, ids), machine=machine, **options
+    ).question
+    return next(iter(all_candidates(question)))
+
+
+def fitting_rows(case, options, machine, memory):
+    """The largest micro-batch of those to try that is predicted to fit, and its prediction."""
+    for rows in case["rows"]:
+        found = predicted(case, rows, options, machine, memory)
+        if found.device <= ROOM * memory:
+            return rows, found
+    return None, found
+
+
+class HostPeak:
+    """The most resident memory of this process while active, beyond what it had at the start."""
+
+    def __init__(self):
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @staticmethod
+    def now():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _watch(self):
+        while not self._stop.wait(0.01):
+            self.most = max(self.most, self.now())
+
+    def __enter__(self):
+        self.start = self.most = self.now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+        self.most = max(self.most, self.now()) - self.start
+
+
+def measured(case, rows, options, device):
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    model = meta_model(case["size"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = zs.shard(model, optimizer, **options)
+    ids = torch.randint(0, VOCAB, (rows, case["seq"] + 1), device=device)
+    batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    del ids
+
+    def step():
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    try:
+        step()
+        times = []
+        if device.type == "cuda":
+            step()
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(case["steps"]):
+                start = time.perf_counter()
+                step()
+                times.append(time.perf_counter() - start)
+            run.synchronise()
+            peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+        else:
+            with PeakBytes() as seen:
+                step()
+            for _ in range(case["steps"]):
+                start = time.perf_counter()
+                step()
+                times.append(time.perf_counter() - start)
+            live = run.stats().live
+            peak = sum(live[kind] for kind in ON_DEVICE) + seen.most + sum(t.nbytes for t in batch)
+            reserved = peak
+        return {"device": peak, "reserved": reserved, "step": min(times), "before": before}
+    finally:
+        end(run)
+
+
+def end(run):
+    """Let go of all that a run holds. `close()` would make the model whole, which need not fit."""
+    runtime = run._runtime
+    runtime.close()
+    run._hooks.remove()
+    if runtime.host is not None:
+        runtime.host.close()
+    runtime.transport.close()
+
+
+def one(case, machine, device, memory):
+    start = time.perf_counter()
+    options = options_of(case)
+    rows, found = fitting_rows(case, options, machine, memory)
+    told = dict(case) | {
+        "rows": rows,
+        "predicted": {
+            "device": found.device - found.kinds.get("margin", 0),
+            "with_margin": found.device,
+            "host": found.host,
+            "step": found.step,
+            "seconds": found.seconds,
+            "kinds": found.kinds,
+            "where": found.where,
+        },
+    }
+    if rows is None:
+        return told | {"skipped": f"is predicted to need {found.device / 2**30:.1f} GiB"}
+    told["plan_s"] = round(time.perf_counter() - start, 2)
+    try:
+        with HostPeak() as host:
+            told["measured"] = measured(case, rows, options, device)
+        told["measured"]["host"] = host.most
+    except Exception as error:  # the next case may still run
+        told["error"] = f"{type(error).__name__}: {error}"[:400]
+    told["wall_s"] = round(time.perf_counter() - start, 1)
+    return told
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    if args.world > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world)
+    machine = here(device)
+    memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else machine.memory
+    for line in sys.stdin:
+        told = one(json.loads(line), machine, device, memory)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        print("RESULT " + json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""One rank of a world that is not there: real memory and real computation, and what the peers would send is
+this rank's own.
+
+For torch's ``fake`` process group, which lets a thousand ranks be tried on one device. Buffers are those of
+the transport between GPUs, so that a rank's memory is what it would be there; times leave communication out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from .transport import Cuts, Done, Land, Region, Spans, Transport, Work, slices
+
+__all__ = ["SimulatedTransport"]
+
+
+class SimulatedTransport(Transport):
+    """Every peer holds what this rank holds: means are its own values, gathered rows are its own repeated."""
+
+    name = "simulated"
+    overlaps = staged = True
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(rank, size, device)
+        self._stages: dict[torch.dtype, torch.Tensor] = {}
+
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+        return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def free(self, region: Region) -> None:
+        region.mine = region.mine.new_empty(0)
+
+    def fill(self, region: Region) -> None:
+        return None
+
+    def _stage(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """As between GPUs: one for each dtype, grown to the largest."""
+        held = self._stages.get(dtype)
+        if held is None or held.numel() < numel:
+            held = self._stages[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
+        return held
+
+    @torch.no_grad()
+    def reduce(
+        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+    ) -> Work:
+        each, mine = max(pieces), pieces[self.rank]
+        start = sum(pieces[: self.rank])
+        piece = wire.mine[start : start + mine]
+        wide = torch.float32 if piece.dtype.itemsize == 2 else piece.dtype
+        if piece.dtype.itemsize == 2:
+            self._stage(piece.dtype, mine * self.size)
+            if out.dtype != torch.float32:
+                self._stage(torch.float32, mine)
+        elif min(pieces) != each or out.dtype != piece.dtype:
+            self._stage(piece.dtype, each + (each * self.size if min(pieces) != each else 0))
+        if mine:
+            out.copy_(piece.to(wide).mul_(scale * self.size))
+        self._count_reduce(kind, pieces, piece.element_size())
+        return Done()
+
+    @torch.no_grad()
+    def deal(
+        self,
+        kind: str,
+        key: str,
+        wire: Region,
+        offers: Spans,
+        takes: Spans,
+        land: Land,
+        varies: bool = False,
+    ) -> Work:
+        self._stage(torch.uint8, sum(-(-length // 16) * 16 for _, length in takes))
+        at, length = offers[self.rank]
+        land([wire.mine[at : at + length]] * self.size)
+        self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
+        return Done()
+
+    @torch.no_grad()
+    def gather(
+        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Work:
+        totals = [sum(numel for _, numel in segments) for segments in cuts]
+        stage = self._stage(source.mine.dtype, max(totals) * (self.size + 1))
+        mine = slices(stage, [numel for _, numel in cuts[self.rank]])
+        torch._foreach_copy_(mine, [source.mine[at : at + numel] for at, numel in cuts[self.rank]])
+        for index, own in enumerate(mine):
+            targets = [tensors[index] for tensors in out if len(tensors) > 0]
+            sources = [own[: target.numel()].view(target.shape) for target in targets if _enough(own, target)]
+            fed = [target for target in targets if _enough(own, target)]
+            if fed:
+                torch._foreach_copy_(fed, sources)
+        self._count_gather(kind, totals, source.mine.element_size())
+        return Done()
+
+    def open(self) -> None:
+        return None
+
+    def fence(self) -> None:
+        return None
+
+    def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        return None
+
+    def barrier(self, what: str) -> None:
+        return None
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return [float(value) for value in values]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [float(value) * self.size for value in values]
+
+    def exchange(self, value: object) -> list[object]:
+        return [json.loads(json.dumps(value))] * self.size
+
+    def report(self, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        self._stages.clear()
+
+
+def _enough(own: torch.Tensor, target: torch.Tensor) -> bool:
+    """A rank that holds fewer rows than another has not all that this one would send."""
+    return own.numel() >= target.numel()

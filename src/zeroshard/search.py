@@ -1,0 +1,146 @@
+"""The most that fits: the largest micro-batch, the largest model of a family, the fewest ranks.
+
+Each is found by halving, so it takes what is true of all but odd cases: that what does not fit does not fit
+when it grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .choice import choose, fitting
+from .errors import OptionError
+from .plan import Plan
+from .planner import Question
+from .planning import Inquiry, PlanKeys, inquire, tokens
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+MOST_ROWS, MOST_RANKS, MOST_SIZE = 2**20, 2**16, 2**16
+
+
+@dataclass(frozen=True)
+class Found:
+    """The largest or smallest `value` of what was searched, and its plan. `bounded`: the search ended at a
+    bound of its own, not because the next value does not fit."""
+
+    what: str
+    value: int
+    plan: Plan
+    bounded: bool = False
+
+    def __str__(self) -> str:
+        end = "; no larger one was tried" if self.bounded else ""
+        return f"{self.what}: {self.value:,}{end}"
+
+
+def largest_batch(
+    model: nn.Module, optimizer: Optimizers = None, *, ranks: int | None = None, **asked: Unpack[PlanKeys]
+) -> Found:
+    """The most rows of a micro-batch that fit. `batch` gives the shape of the others; the rest is asked as
+    of `plan`.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    >>> largest_batch(model, ranks=1, limit="32MiB", batch=torch.zeros(1, 512)).value > 1000
+    True
+    """
+    batch = asked.get("batch")
+    if batch is None:
+        raise OptionError("a search for the largest micro-batch needs batch=, of any number of rows.")
+
+    def ask(rows: int) -> Inquiry:
+        return inquire(model, optimizer, ranks=ranks, **(asked | {"batch": with_rows(batch, rows)}))
+
+    return _largest("largest micro-batch", ask, 1, MOST_ROWS)
+
+
+def largest_model(
+    build: Callable[[int], nn.Module],
+    *,
+    low: int = 1,
+    high: int = MOST_SIZE,
+    ranks: int | None = None,
+    **asked: Unpack[PlanKeys],
+) -> Found:
+    """The largest model of a family that fits: `build(size)` makes one, and is called on the meta device.
+
+    >>> import torch
+    >>> def build(layers: int) -> torch.nn.Module:
+    ...     return torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(layers)))
+    >>> largest_model(build, ranks=1, limit="64MiB", stage=0, offload=None).value
+    15
+    """
+
+    def ask(size: int) -> Inquiry:
+        with torch.device("meta"):
+            model = build(size)
+        return inquire(model, ranks=ranks, **asked)
+
+    return _largest("largest size", ask, low, high)
+
+
+def fewest_ranks(
+    model: nn.Module, optimizer: Optimizers = None, *, most: int = MOST_RANKS, **asked: Unpack[PlanKeys]
+) -> Found:
+    """The smallest number of ranks on which the model fits.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(64)))
+    >>> fewest_ranks(model, limit="64MiB", offload=None).value
+    5
+    """
+    inquiry = inquire(model, optimizer, ranks=most, **asked)
+
+    def at(ranks: int) -> Question:
+        return replace(inquiry.question, world=ranks)
+
+    low, high = 0, 1
+    while not fitting(at(high)):
+        if high >= most:
+            choose(at(high))  # raises, with the reasons
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fitting(at(middle)) else (middle, high)
+    return Found("fewest ranks", high, inquiry.named(choose(at(high))))
+
+
+def _largest(what: str, ask: Callable[[int], Inquiry], low: int, high: int) -> Found:
+    if not fitting(ask(low).question):
+        ask(low).plan()  # raises, with the reasons
+    good, bad = low, min(2 * low, high)
+    while bad < high and fitting(ask(bad).question):
+        good, bad = bad, min(2 * bad, high)
+    if bad == high and fitting(ask(high).question):
+        return Found(what, high, ask(high).plan(), bounded=True)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fitting(ask(middle).question) else (good, middle)
+    return Found(what, good, ask(good).plan())
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """The same batch with another number of rows, as shapes alone. Tensors whose dim 0 is not that of the
+    first stay."""
+    made = tokens(batch) if isinstance(batch, str) else batch
+    tensors = [x for x in tree_flatten(made)[0] if isinstance(x, Tensor) and x.dim() > 0]
+    if not tensors:
+        raise OptionError("a search for the largest micro-batch needs a batch with rows: a tensor in it.")
+    height = tensors[0].shape[0]
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = (rows, *value.shape[1:]) if value.dim() > 0 and value.shape[0] == height else value.shape
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return tree_map(one, made)
