@@ -86,6 +86,7 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     }
     found |= {name: Entry(make, exact=False) for name, make in coded.items()}
     found[f"zs-0-local{LOCAL}"] = Entry(ours(0, sync=local), LOCAL, LOCAL, exact=False)
+    found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, 32, exact=False)
     choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
     adaptive = zs.Adaptive(choices=choices, window=WINDOW, unrest=1e9)
     found["zs-0-adaptive"] = Entry(ours(0, sync=adaptive), LOCAL, TRIAL, exact=False)
@@ -107,6 +108,8 @@ def across_nodes(bucket: int = 1 << 20) -> dict[str, Entry]:
         "fsdp2-zero3": Entry(SYSTEMS["fsdp2-zero3"]),
         "zs-3": Entry(ours(transport="gloo")),
         "zs-3-cache": Entry(cached()),
+        "zs-3-cache-gather8": Entry(cached(gather=zs.Int8()), exact=False),
+        "zs-3-cache-int8": Entry(cached(gather=zs.Int8(), compress=zs.Int8()), exact=False),
         "zs-3-int8": Entry(ours(transport="gloo", compress=zs.Int8(), gather=zs.Int8()), exact=False),
     }
 
@@ -134,7 +137,7 @@ def measure(task: Task, entry: Entry) -> Timing:
     losses += [float(trainer.step(batch(len(losses) + index))) for index in range(entry.round)]
     one = torch.tensor([time.perf_counter() - began])
     dist.all_reduce(one, op=dist.ReduceOp.MAX)
-    rounds = max(1, min(int(task.seconds / float(one)), 40 // entry.round))
+    rounds = max(1, min(int(task.seconds / float(one)), max(40 // entry.round, 1)))
     steps = rounds * entry.round
     batches = [batch(len(losses) + index) for index in range(steps)]
     before, sent = trainer.stats(), transmitted()

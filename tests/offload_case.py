@@ -129,18 +129,21 @@ def thirds(options: dict[str, Any], world: int, parameters: str = "device", **gi
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
     given = {"stages": 2, "device_bytes": 0, **given}  # few berths, or they alone take more than the model
-    some = zs.Offload(optimizer="auto", parameters=parameters, **given)  # type: ignore[arg-type]
-    whole = Options(offload=some, **{"clip_norm": CLIP} | options)
-    demands, needed = demands_of(heaviest(Setup(units, whole, world, rules)))
-    first, second = demands[:2]
-    passing = needed.staging + needed.berths
-    if parameters == "device":
+    for size in (given.pop("stage_bytes"), 1024, 256):
+        some = zs.Offload(optimizer="auto", parameters=parameters, stage_bytes=size, **given)  # type: ignore[arg-type]
+        whole = Options(offload=some, **{"clip_norm": CLIP} | options)
+        demands, needed = demands_of(heaviest(Setup(units, whole, world, rules)))
+        first, second = demands[:2]
+        passing = needed.staging + needed.berths
+        if parameters != "device":
+            near = needed.streaming + first.parameters.device
+            far = passing + needed.blocks + second.parameters.host
+            return replace(some, device_bytes=near, host_bytes=far)
         near = sum(d.parameters.device for d in demands) + first.state.device
         far = passing + second.state.host
-    else:
-        near = needed.streaming + first.parameters.device
-        far = passing + needed.blocks + second.parameters.host
-    return replace(some, device_bytes=near, host_bytes=far)
+        if far < needed.staging + sum(d.state.host for d in demands[1:]):  # else all of it fits on the host
+            return replace(some, device_bytes=near, host_bytes=far)
+    raise AssertionError("what passes through host memory is larger than the model")
 
 
 def loss_of(case: Case, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:

@@ -3,6 +3,7 @@ codec keeps goes on after a checkpoint; and what is refused."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import zeroshard as zs
 from zeroshard.config import Options
 from zeroshard.errors import OptionError
-from zeroshard.plan import from_plain, to_plain
+from zeroshard.plan import from_plain, settings_of
 from zeroshard.routes import check_patterns, routes_of
 from zeroshard.testing import assert_same_bits, ranks
 
@@ -154,9 +155,11 @@ def test_plans_carry_codecs() -> None:
         compress={"*norm*": None, "*": zs.TopK(ratio=0.02)},
         gather=zs.Int8(block=64),  # type: ignore[arg-type]
     )
-    again = from_plain(to_plain(options))
+    plain = json.loads(json.dumps(settings_of(options)))
+    again = Options(**{name: from_plain(value) for name, value in plain.items()})
     assert again == options
     assert again.compress == (("*norm*", None), ("*", zs.TopK(ratio=0.02)))
+    assert Options(compress=[["*", zs.Int8()]]).compress == (("*", zs.Int8()),)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

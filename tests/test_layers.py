@@ -46,7 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("sync",),
     ("form", "state"),
     ("part", "eligible"),
-    ("undo", "live"),
+    ("undo", "live", "due"),
     ("host",),
     ("place", "wiring"),
     ("runtime",),

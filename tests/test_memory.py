@@ -158,7 +158,15 @@ CASES = [
     ("gpt", "AdamW", {"stage": 3, "transport": "gloo", "prefetch": 2, "recompute": True}),
     ("gpt", "Adafactor", {"stage": 2}),
     ("gpt", "AdamW", {"stage": 2, "split": "whole"}),
-    *[("gpt", "AdamW", {"stage": stage, "compress": zs.Int8(feedback=True)}) for stage in (0, 1, 3)],
+    ("gpt", "AdamW", {"stage": 3, "compress": zs.Int8(feedback=True)}),
+    *[
+        (
+            "mixed",
+            "AdamW",
+            {"stage": stage, "precision": "bf16", "compress": {"*tokens*": zs.Rows(), "*": zs.LowRank(2)}},
+        )
+        for stage in (0, 2)
+    ],
     *[("mixed", "AdamW", {"stage": stage, "gather": zs.Int8()}) for stage in (1, 3)],
     (
         "gpt",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from offload_case import Case, Trained, batch, furthest, make_model, offloaded, plain
+from offload_case import Case, Trained, batch, furthest, make_model, offloaded, plain, thirds
 from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.layout import aligned
+from zeroshard.memory import Setup, buffers_of
+from zeroshard.planning import blocks_of, rules_of
 from zeroshard.testing import ranks
 
 Options = dict[str, Any]
@@ -200,3 +203,68 @@ def test_ranks_without_rows(stage: int, stage_bytes: int) -> None:
     got = ranks(2).run(thin, {"stage": stage, "offload": offload})[0]
     want = ranks(2).run(thin, {"stage": stage})[0]
     assert furthest(got, want)[0] <= 1e-6
+
+
+# ---------------------------------------------------------------------- foreseen, to the byte
+
+
+def foreseen(options: Options, parameters: str | None = None) -> tuple[zs.Stats, dict[str, int]]:
+    """What a run holds after three steps, and what the memory model says that it does."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+    if parameters is not None:
+        shared = {key: value for key, value in options.items() if key not in ("path", "offload")}
+        offload = thirds(shared, 2 if parameters == "ranks" else 1, path=options["path"], **SMALL)
+        options = shared | {"offload": offload}
+    run = zs.shard(model, optimizer, **{"clip_norm": 4.0} | options)
+    setup = Setup(units, run.options, run.size, rules, run.rank, placement=run.placement)
+    for step in range(3):
+        model(batch(step, run.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = run.stats()
+    run.close()
+    return stats, asdict(buffers_of(setup))
+
+
+SMALL: Options = {"stage_bytes": 4096, "threads": 1}
+KINDS = ("parameters", "state", "host", "staging", "disk")
+PLANNED: list[tuple[Options, Options]] = [
+    ({"optimizer": "host"}, {}),
+    ({"optimizer": "host", "master": "split"}, {"precision": "bf16"}),
+    ({"optimizer": "host", "parameters": "host"}, {"precision": "bf16"}),
+    ({"optimizer": "disk"}, {}),
+    ({"optimizer": "disk", "stages": 3}, {"clip_norm": None}),
+    ({"optimizer": "disk", "moments": "int8"}, {"precision": "bf16"}),
+    ({"optimizer": "disk", "parameters": "host"}, {"precision": "bf16"}),
+    ({"optimizer": "disk", "parameters": "disk"}, {}),
+    ({"optimizer": "disk", "parameters": "disk", "master": "split"}, {"precision": "bf16"}),
+    ({"optimizer": "disk", "parameters": "disk"}, {"precision": "fp16", "clip_norm": None}),
+]
+
+
+def check_foreseen(stats: zs.Stats, said: dict[str, int]) -> None:
+    assert {kind: stats.live[kind] for kind in KINDS} == {kind: said[kind] for kind in KINDS}
+    assert {kind: stats.peak[kind] for kind in KINDS} == {kind: said[kind] for kind in KINDS}
+
+
+@pytest.mark.parametrize(("given", "options"), PLANNED, ids=str)
+def test_every_tier_is_foreseen_to_the_byte(given: Options, options: Options, disk_folder: Path) -> None:
+    path = {"path": str(disk_folder)} if given["optimizer"] == "disk" else {}
+    check_foreseen(*foreseen({**options, "offload": zs.Offload(**SMALL, **given, **path)}))
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
+def test_auto_is_foreseen_to_the_byte(options: Options, disk_folder: Path) -> None:
+    stats, said = foreseen({**options, "path": str(disk_folder)}, "one")
+    check_foreseen(stats, said)
+    assert min(said["state"], said["host"], said["disk"]) > 0, "something in every tier"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 3])
+def test_auto_of_two_ranks_is_foreseen_to_the_byte(stage: int, disk_folder: Path) -> None:
+    for stats, said in ranks(2).run(foreseen, {"stage": stage, "path": str(disk_folder)}, "ranks"):
+        check_foreseen(stats, said)
+        assert min(said["host"], said["disk"]) > 0

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import doctest
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from offload_case import make_model, thirds
 
 import zeroshard as zs
 from zeroshard import placement
@@ -109,3 +113,48 @@ def test_the_table_tells_neighbours_together() -> None:
         "blocks.2             1  device      2 B  host    12 B",
         "blocks.3 … blocks.4  2  device      4 B  disk    24 B",
     ]
+
+
+# ---------------------------------------------------------------------- shown, and part of the plan
+
+
+def test_auto_shows_where_everything_rests(capsys: pytest.CaptureFixture[str], disk_folder: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    offload = thirds({}, 1, path=str(disk_folder), stage_bytes=4096, threads=1)
+    run = zs.shard(model, optimizer, offload=offload, clip_norm=4.0)
+    shown = capsys.readouterr().err
+    assert run.placement.table() in shown
+    assert "(root)" in shown
+    assert all(rest in shown for rest in RESTS)
+    run.close()
+
+
+def test_a_plan_carries_the_placement(disk_folder: Path) -> None:
+    """Planned, written, read and carried out: units rest where the plan says, not where they would now."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    offload = thirds({"stage": 3}, 1, path=str(disk_folder), stage_bytes=4096, threads=1)
+    made = zs.plan(model, optimizer, ranks=1, limit="1GiB", stage=3, offload=offload, clip_norm=4.0)
+    resting = made.chosen.placement
+    assert resting is not None
+    assert {place.optimizer for place in resting} == set(RESTS)
+    assert made.chosen.disk > 0
+    assert resting.line() in " ".join(str(made).split())
+    made.write(disk_folder / "plan.json")
+    read = zs.Plan.read(disk_folder / "plan.json")
+    assert read == made
+    tighter = replace(read.chosen, places=[[*p[:1], "disk", *p[2:]] for p in read.chosen.places])
+    for plan in (read, replace(read, chosen=tighter)):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run = zs.shard(model, optimizer, plan=plan)
+        assert run.placement == plan.chosen.placement
+        run.close()
+
+
+def test_a_disk_limit_that_is_too_small(disk_folder: Path) -> None:
+    model = make_model()
+    offload = zs.Offload("disk", path=str(disk_folder), stage_bytes=4096)
+    with pytest.raises(zs.PlanError, match=r"no plan fits 9\.8 KiB of disk per node: .* needs 2\d\d\.\d KiB"):
+        zs.plan(model, ranks=1, limit="1GiB", disk_limit=10_000, stage=3, offload=offload, clip_norm=4.0)

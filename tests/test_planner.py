@@ -167,12 +167,12 @@ def test_the_peak_of_a_sharded_step(options: dict[str, Any], rows: int) -> None:
         assert_bytes(predicted, measured, 0.01, f"{options} {rows}")
 
 
-def send(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+def send(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """What one step of a run sent, and what was predicted."""
     model = models.Tower(96, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
-    run = zs.shard(model, optimizer, stage=stage)  # type: ignore[arg-type]
+    run = zs.shard(model, optimizer, **options)
     for step in range(3):
         if step == 2:
             before = run.stats()
@@ -185,9 +185,16 @@ def send(stage: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_sent_are_what_was_predicted(stage: int) -> None:
-    for sent, predicted in ranks(2).run(send, stage):
+@pytest.mark.parametrize(
+    "options",
+    [
+        *[{"stage": stage} for stage in (0, 1, 2, 3)],
+        {"stage": 0, "compress": zs.LowRank(4)},
+        {"stage": 3, "compress": zs.TopK(0.1), "gather": zs.Int8()},
+    ],
+)
+def test_bytes_sent_are_what_was_predicted(options: dict[str, Any]) -> None:
+    for sent, predicted in ranks(2).run(send, options):
         assert {kind for kind, count in sent.items() if count} == set(predicted)
         for kind, count in predicted.items():
             assert_bytes(sent[kind], count, 0.03, kind)

@@ -105,7 +105,7 @@ def shard(
         chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
         _equalise(model, transport)
         mesh = mesh_over(group, device) if transport.size > 1 and chosen.stage > 0 else None
-        placement = resting(model, optimizers, chosen, transport)
+        placement = resting(model, optimizers, chosen, transport, promise)
         faces = Faces(transport.rank, mesh)
         builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
         if promise is not None:

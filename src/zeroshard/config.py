@@ -173,8 +173,9 @@ class Offload:
       `clip_norm` is an error.
     - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
       work).
-    - `stages`, `stage_bytes`: the pinned staging ring between device and host, and between disk and host the
-      berths; gradients go out in parts of that size.
+    - `stages`, `stage_bytes`: how many parts of the middle size the pinned staging memory between device and
+      host has room for, and how many berths there are between disk and host; gradients go out in parts of
+      that size.
 
     Exact, except for 8-bit moments.
     """

@@ -67,8 +67,10 @@ class Division:
     def rows_rest(self, bundle: Bundle) -> Rest:
         """Where its compute weights rest: on the disk only beside their state, all of them."""
         rest = self.place(bundle).parameters
+        if rest != "disk":
+            return rest
         beside = all(w.trainable and self._kernel(w, bundle.master) for w in bundle.weights)
-        return "host" if rest == "disk" and not beside else rest
+        return "disk" if beside else "host"
 
     def streams(self, bundle: Bundle) -> bool:
         """Whether its compute weights rest off the device."""

@@ -17,16 +17,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from .due import Countdown, Job, Staged
 from .errors import StateError, TierError
 from .native import AdamRows, AdamStep, SgdStep, Workers, adam_update, sgd_update
-from .part import Part, Stretch
-from .tier import Copies, Mark, Ring, Stage
+from .part import Part
+from .tier import Arena, Copies, Stage
 from .undo import take_back
 
 SHARE = 1 << 20  # elements that a worker updates at a time, at most
@@ -35,39 +35,6 @@ AHEAD = 2  # parts on their way to the host while one is updated
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
 BLOCK = 4096  # shares are whole pages, and whole blocks of 8-bit moments
 CLEAR = 0.95  # updates start before the norm is known while the last norm was below this share of the limit
-
-
-@dataclass(frozen=True)
-class _Job:
-    """An update that is due. `landed`: when its gradient is complete on the device."""
-
-    part: Part
-    flat: Tensor
-    stretches: list[Stretch]
-    landed: Mark
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """An update whose gradient is on its way to the host."""
-
-    job: _Job
-    stage: Stage
-    arrived: Mark
-
-
-class _Countdown:
-    """Calls `then` when `count` things are done."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._count, self._then, self._lock = count, then, threading.Lock()
-
-    def one_done(self) -> None:
-        with self._lock:
-            self._count -= 1
-            last = self._count == 0
-        if last:
-            self._then()
 
 
 class HostUpdates:
@@ -80,13 +47,13 @@ class HostUpdates:
     def __init__(
         self,
         parts: Sequence[Part],
-        ring: Ring,
+        arena: Arena,
         copies: Copies,
         workers: Workers,
         clip_norm: float,
         undo: bool = True,
     ) -> None:
-        self.parts, self.ring, self.copies, self.workers = list(parts), ring, copies, workers
+        self.parts, self.arena, self.copies, self.workers = list(parts), arena, copies, workers
         self.clip_norm, self.undo = clip_norm, undo
         self.norm = 0.0
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
@@ -99,7 +66,7 @@ class HostUpdates:
         # Without `undo` no gradient can wait for the norm: there is no room for all of them.
         self._early = not math.isfinite(clip_norm) or not undo
         self._failure: tuple[str, BaseException] | None = None
-        self._due: list[_Job] = []
+        self._due: list[Job] = []
         self._changed = threading.Condition()
         self._closing = False
         self._busy = threading.Semaphore(2)
@@ -154,7 +121,7 @@ class HostUpdates:
         assert part.flat is not None
         part.taken = part.stretches(scale)
         part.done.clear()
-        job = _Job(part, part.flat, part.taken, self.copies.here())
+        job = Job(part, part.flat, part.taken, self.copies.here())
         with self._changed:
             # Gradients that wait on the device take room there; without `undo` none was planned for all of
             # them.
@@ -176,12 +143,18 @@ class HostUpdates:
     def _run(self) -> None:
         if self.copies.device.type == "cuda":
             torch.cuda.set_device(self.copies.device)
-        staged: deque[_Staged] = deque()
-        while self._wait_for_work(bool(staged)):
+        staged: deque[Staged] = deque()
+        held: Job | None = None  # for which there was no room
+        while self._wait_for_work(bool(staged) or held is not None):
             job = None
             try:
-                while len(staged) < AHEAD and (job := self._next_due(idle=not staged)) is not None:
-                    staged.append(self._stage(job))
+                while len(staged) < AHEAD and (job := held or self._next_due(idle=not staged)) is not None:
+                    held = None
+                    stage = self.arena.take(job.part.stage_bytes, wait=not staged)
+                    if stage is None:  # what is staged has to go on first
+                        held = job
+                        break
+                    staged.append(self._stage(job, stage))
                 job = staged[0].job
                 self._update(staged.popleft())
             except BaseException as error:  # it must reach the training thread, whatever it is
@@ -196,7 +169,7 @@ class HostUpdates:
                 self._changed.wait()
             return staged or bool(self._due)
 
-    def _next_due(self, idle: bool) -> _Job | None:
+    def _next_due(self, idle: bool) -> Job | None:
         """The newest job whose gradient is there. The training thread launches far ahead of the device, so
         the newest job may be the last to be ready: where none is ready, an idle host takes the oldest, which
         will be first."""
@@ -208,19 +181,19 @@ class HostUpdates:
             self._changed.notify_all()
             return job
 
-    def _stage(self, job: _Job) -> _Staged:
+    def _stage(self, job: Job, stage: Stage) -> Staged:
         """Send a part's gradient to the host; with a split master its weights too, which are the master's
         other half. State that rests on the disk is read meanwhile."""
-        part, stage = job.part, self.ring.take()
+        part = job.part
         part.fetch()
         to, of = [stage.view(part.grad_dtype, part.numel)], [job.flat[: part.numel]]
         if part.splits and not part.paged:
             weights = self._weights_in(part, stage)
             to += [weights[at : at + n] for at, n in part.spans]
             of += part.targets
-        return _Staged(job, stage, self.copies.out(to, of, job.landed))
+        return Staged(job, stage, self.copies.out(to, of, job.landed))
 
-    def _update(self, staged: _Staged) -> None:
+    def _update(self, staged: Staged) -> None:
         """Hand out a part's elements to the workers; whoever finishes last sends the weights back.
 
         Two parts are in the workers' hands at a time, so that none of them idles while the last share of a
@@ -240,7 +213,7 @@ class HostUpdates:
         if not shares:  # this rank has no rows of any of them
             self._finish(staged, weight)
             return
-        left = _Countdown(len(shares), partial(self._finish, staged, weight))
+        left = Countdown(len(shares), partial(self._finish, staged, weight))
         for run, start, stop in shares:
             state = part.share(start, stop)
             if isinstance(state, AdamRows):
@@ -253,14 +226,14 @@ class HostUpdates:
                 task = partial(sgd_update, state, grad[start:stop], weight[start:stop], run.step)
             self.workers.submit(partial(self._work, part, task, left))
 
-    def _work(self, part: Part, task: Callable[[], None], left: _Countdown) -> None:
+    def _work(self, part: Part, task: Callable[[], None], left: Countdown) -> None:
         try:
             task()
             left.one_done()
         except BaseException as error:
             self._fail(part, error)
 
-    def _finish(self, staged: _Staged, weight: Tensor) -> None:
+    def _finish(self, staged: Staged, weight: Tensor) -> None:
         part = staged.job.part
         part.leave()
         moved = [
@@ -269,7 +242,7 @@ class HostUpdates:
             if used and not part.paged
         ]
         part.ready = self.copies.back([t for t, _ in moved], [w for _, w in moved])
-        self.ring.give(staged.stage, part.ready)
+        self.arena.give(staged.stage, part.ready)
         self._busy.release()
         part.done.set()
 
@@ -280,7 +253,7 @@ class HostUpdates:
     def _fail_at(self, label: str, error: BaseException) -> None:
         if self._failure is None:
             self._failure = (label, error)
-        self.ring.fail(error)
+        self.arena.fail(error)
         if self.paging is not None:
             self.paging.fail(label, error)
         self._busy.release()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from .layout import aligned
+
 Sizes = Counter[tuple[int, str]]  # elements and dtype of a buffer -> how many
 
 
@@ -74,3 +76,11 @@ class _Held:
         if name in self.names:
             self.names.discard(name)
             self._now.subtract(self._sizes[name])
+
+
+def staging_bytes(sizes: Sequence[int], stages: int) -> int:
+    """The staging memory of parts of these sizes: room for `stages` of the middle size, and the largest."""
+    if not sizes:
+        return 0
+    lines = sorted(max(aligned(size, 64), 64) for size in sizes)
+    return max(lines[-1], min(stages, len(lines) + 1) * lines[len(lines) // 2])

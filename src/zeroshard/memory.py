@@ -13,8 +13,7 @@ from functools import cached_property
 
 from .config import Options
 from .division import Division
-from .layout import aligned
-from .lending import Sizes, most_lent
+from .lending import Sizes, most_lent, staging_bytes
 from .meeting import meeting_bytes, stage_bytes
 from .placement import Budget, Buffering, Bytes, Demand, Placement, Rest, Wish, arrange
 from .shapes import GRAIN, WIDTHS, Buffers, Part
@@ -124,7 +123,7 @@ def _host(setup: Setup) -> Buffers:
         else:
             host += part.state_bytes(int8)
         host += _landed_bytes(setup, part)
-    staging = min(offload.stages, len(staged) + 1) * aligned(max(staged), 64) if staged else 0
+    staging = staging_bytes(staged, offload.stages)
     staging += _blocks([part for part in setup.parts if part.paged])
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
     return Buffers(host=host + berths + moments, staging=staging, disk=sum(disk))

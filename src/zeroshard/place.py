@@ -23,6 +23,7 @@ from .form import Form
 from .host import HostUpdates
 from .landing import HostGradients
 from .layout import ALIGN, Slot, aligned, buckets
+from .lending import staging_bytes
 from .native import AdamRows, SgdRows, Workers, allocate, usable_cores
 from .native.abi import BLOCK
 from .param import Bundle, OnDiskRows
@@ -31,7 +32,7 @@ from .placement import Place, Rest
 from .pool import Ledger
 from .routes import bucket_limit, codec_for
 from .shard import Faces, Master, Param, SplitMaster
-from .tier import Copies, Page, Paging, Ring, Scratch, Streaming, Stretch
+from .tier import Arena, Copies, Page, Paging, Scratch, Streaming, Stretch
 from .units import Tenant
 
 
@@ -359,13 +360,13 @@ class Host:
         """Make the staging ring and the threads, sized by the parts."""
         if not self.parts:
             return
-        largest = max(part.stage_bytes for part in self.parts)
-        ring = Ring(min(self.offload.stages, len(self.parts) + 1), largest, self.copies.device)
-        self.ledger.book("staging", ring.nbytes)
+        sizes = [part.stage_bytes for part in self.parts]
+        arena = Arena(staging_bytes(sizes, self.offload.stages), self.copies.device)
+        self.ledger.book("staging", arena.nbytes)
         cores = usable_cores()
         threads = self.offload.threads or max(1, len(cores) - 2)
         clip = self.options.clip_norm if self.options.clip_norm is not None else math.inf
-        self.updates = HostUpdates(self.parts, ring, self.copies, Workers(threads), clip, self.offload.undo)
+        self.updates = HostUpdates(self.parts, arena, self.copies, Workers(threads), clip, self.offload.undo)
 
     def close(self) -> None:
         """The scratch file goes; nothing reads it any more."""

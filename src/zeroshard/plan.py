@@ -19,6 +19,7 @@ from rich.table import Table
 from .codec import from_settings
 from .config import Numerics, Options, Stage, show_bytes
 from .errors import OptionError, PlanError
+from .placement import Place, Placement
 
 FORMAT = 2
 Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]
@@ -34,7 +35,8 @@ class Candidate:
       rank there. `lasting`: what a run books, by the kinds of `run.stats()`.
     - `sent`: bytes that a rank sends in a step, by kind. `seconds`: an estimate of the step's parts;
       `step`: of the whole.
-    - `settings`: the options of `shard`, all of them, as plain data.
+    - `settings`: the options of `shard`, all of them, as plain data. `places`: where every unit rests (the
+      fields of a `Place`), where that is decided unit by unit.
     """
 
     stage: Stage
@@ -55,6 +57,12 @@ class Candidate:
     lasting: dict[str, int] = field(default_factory=dict)
     disk: int = 0
     numerics: Numerics = "exact"
+    places: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where every unit rests, where that is decided unit by unit."""
+        return Placement(tuple(Place(*place) for place in self.places)) if self.places else None
 
     @property
     def label(self) -> str:
@@ -225,7 +233,8 @@ class Plan:
                 *([one.where, one.numerics] if wide else []),
                 style="bold" if mark == "chosen" else "",
             )
-        return Group(table, f"{self.chosen.label}: {made_of(self.chosen.kinds)}", *self.reasons)
+        resting = [self.chosen.placement.line()] if self.chosen.placement is not None else []
+        return Group(table, f"{self.chosen.label}: {made_of(self.chosen.kinds)}", *resting, *self.reasons)
 
 
 def made_of(kinds: Mapping[str, int], least: int = 1) -> str:

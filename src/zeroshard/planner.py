@@ -413,7 +413,8 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
         settings_of(options),
         asdict(setup.held),
         setup.held.disk,
-        numerics="rounding" if rounds else "exact",
+        "rounding" if rounds else "exact",
+        [list(asdict(place).values()) for place in setup.places] if offload and offload.automatic else [],
     )
 
 

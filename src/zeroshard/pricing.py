@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .codec import Codec, LowRank
 from .machine import Machine
 from .memory import Setup
-from .shapes import WIDTHS
+from .shapes import WIDTHS, Bucket
 from .timeline import Segment
 
 
@@ -24,25 +25,31 @@ class Seconds:
 
 def sent_by_rank(setup: Setup) -> dict[str, int]:
     """Bytes that a rank sends in a step on average: pieces to the other N - 1. Padding, flags and
-    agreements are left out."""
+    agreements are left out; of a codec for rows, all rows count."""
     if setup.world == 1:
         return {}
     others = setup.world - 1
-    reduced = sum(w.numel * WIDTHS[b.wire] for b in setup.buckets for w in b.weights) * others // setup.world
+    reduced = sum(_travels(b, b.wire) for b in setup.buckets) * others // setup.world
     if setup.options.stage == 0:
-        whole = (
-            sum(w.numel * WIDTHS[b.landed] for b in setup.buckets for w in b.weights) * others // setup.world
-        )
-        return {"reduce": reduced + whole}
-    size = {unit.name: 0 for unit in setup.units}
+        back = [b for b in setup.buckets if not isinstance(b.codec, LowRank)]  # factors go to all already
+        return {"reduce": reduced + sum(_travels(b, b.landed) for b in back) * others // setup.world}
+    size, gather = {unit.name: 0 for unit in setup.units}, setup.options.gather
     for bundle in setup.bundles:
-        size[bundle.unit] += (
-            sum(slot.numel for slot in bundle.slots if slot.split != "copy") * WIDTHS[bundle.compute]
-        )
+        numel = sum(slot.numel for slot in bundle.slots if slot.split != "copy")
+        coded = gather is not None and setup.codes(bundle)
+        size[bundle.unit] += gather.wire_bytes(numel) if gather and coded else numel * WIDTHS[bundle.compute]
     if setup.resident:
         return {"reduce": reduced, "publish": sum(size.values()) * others // setup.world}
     kept = size[setup.units[0].name] + (size[setup.units[-1].name] if len(setup.units) > 1 else 0)
     return {"reduce": reduced, "gather": (2 * sum(size.values()) - kept) * others // setup.world}
+
+
+def _travels(bucket: Bucket, dtype: str) -> int:
+    """Bytes of a bucket's whole gradient on its way."""
+    codec, numel = bucket.codec, sum(w.numel for w in bucket.weights)
+    if isinstance(codec, LowRank):
+        return 2 * WIDTHS["float32"] * sum(sum(codec.factors(w.shape)) for w in bucket.weights)
+    return codec.wire_bytes(numel) if isinstance(codec, Codec) else numel * WIDTHS[dtype]
 
 
 def seconds_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from .config import Offload, Options
 from .memory import Setup
 from .placement import Placement
 from .planning import blocks_of, rules_of
+from .promise import Promise
 from .units import find_units
 
 log = logging.getLogger("zeroshard")
@@ -24,10 +26,18 @@ SHARE = 0.9  # of the host memory that is free
 
 
 def resting(
-    model: nn.Module, optimizers: Sequence[Optimizer], options: Options, transport: Transport
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: Options,
+    transport: Transport,
+    promise: Promise | None = None,
 ) -> Placement:
-    """All ranks call it. With ``auto`` the sizes of the rank that holds most decide for all."""
+    """All ranks call it. With ``auto`` the sizes of the rank that holds most decide for all, unless a plan
+    has decided already. Rank 0 shows what was decided."""
     offload = options.offload
+    planned = promise.plan.chosen.placement if promise is not None else None
+    if planned is not None:
+        return planned
     if offload is None or not offload.automatic:
         labels = [unit.label for unit in find_units(model, options.units)]
         if offload is None:
@@ -40,6 +50,8 @@ def resting(
         units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
         setup = Setup(units, replace(options, offload=limits), transport.size, rules)
         placement = heaviest(setup).places
+        if transport.rank == 0:
+            print(placement.table(), file=sys.stderr, flush=True)
     if transport.rank == 0:
         log.info("%s", placement.line())
     return placement

@@ -25,7 +25,9 @@ def routes_of(value: Any) -> Routes:
         return ()
     if isinstance(value, Compression):
         value = {"*": value}
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    pairs: Any = tuple(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, (list, tuple)):  # as a plan shows it
+        pairs = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
     if not isinstance(pairs, tuple) or not all(_is_pair(pair) for pair in pairs):
         raise OptionError(
             f"compress={value!r} must be a codec such as zs.Int8(), or a mapping from name patterns to "

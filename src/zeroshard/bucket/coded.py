@@ -205,7 +205,9 @@ class CodedBucket(Bucket):
         route = coded if self.codec.active(desk.turn) else plain
         size, numel = route.way.codes[rank], self._bodies[rank][1]
         self.transport.fill(wire)
-        values = landed[:numel] if landed.dtype == torch.float32 else desk.total[:numel].copy_(landed[:numel])
+        values = (
+            landed[:numel] if landed.dtype == torch.float32 else desk.values[:numel].copy_(landed[:numel])
+        )
         into = desk.code if self._mirrored else wire.mine
         route.codec.encode(values, into[:size], self._again, desk.seed(self.index, rank, rank) ^ 1)
         if self._again_holes:

@@ -1,7 +1,8 @@
 """What all coded buckets of a run share.
 
 - `values`  fp32, the length of the longest wire: where a bucket's gradients are laid out to be encoded.
-- `total`   fp32, the length of the longest piece: where sums are made that land in fewer bits.
+- `total`   fp32, the length of the longest piece: where sums are made that land in fewer bits. On a GPU the
+  transport's stream uses it and nobody else, as the caller's uses `values`.
 - `code`    uint8: codes on their way to a wire that is not on the device; else nothing.
 
 [Note: what is measured] Every `EVERY`th turn a bucket decodes its own piece and compares it with the
@@ -13,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..codec import Codec, Compression
+from ..codec import Cast, Codec, Compression, Int4, Int8, Rows
 from ..pool import Ledger
 from ..private import Private
 
@@ -31,6 +32,7 @@ class Desk:
         ledger: Ledger,
     ) -> None:
         self.device, self._label = device, ", ".join(sorted(map(repr, codecs)))
+        self._remembers = any(_remembers(codec) for codec in codecs)
         values, total, code = sizes
         self.values = torch.zeros(values, device=device)
         self.total = torch.zeros(total, device=device)
@@ -52,6 +54,9 @@ class Desk:
         return (self.turn * 1_000_003 + bucket * 65_537 + source * 257 + target) % 2**31
 
     def private(self) -> list[Private]:
+        """Where codecs warm up, draw or keep something: from which turn they go on."""
+        if not self._remembers:
+            return []
         return [Private(f"({self._label})", "turns", ((0, self.turns),), "same")]
 
     # ------------------------------------------------------------------ see [Note: what is measured]
@@ -75,3 +80,9 @@ class Desk:
         """By codec: the norm of what was lost over the norm of the gradient."""
         sums = {name: pair.tolist() for name, pair in self._errors.items()}
         return {name: (lost / whole) ** 0.5 if whole else 0.0 for name, (lost, whole) in sums.items()}
+
+
+def _remembers(codec: Compression) -> bool:
+    """Whether a code depends on more than the values. Of a codec of the user's own one cannot know."""
+    plain = isinstance(codec, (Cast, Int4, Int8, Rows))
+    return not plain or codec.feedback or getattr(codec, "stochastic", False)

@@ -1,0 +1,190 @@
+"""All of it together on the GPT of the demo: stage 3, coded gradients and coded parameters, against data
+parallel training without codecs: bytes that a rank sends in a step, and the loss on text held out.
+
+    python benchmarks/together.py --out                    # some minutes on two cores
+    python benchmarks/together.py --steps 20 --seeds 1     # to see that it works
+
+Data parallel training is stage 0, which sends what an all-reduce does: 2 (N-1)/N of the gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "examples")]
+
+import provenance  # noqa: E402
+import torch  # noqa: E402
+from gpt_data import Batches, load  # noqa: E402
+from gpt_model import GPT, Config  # noqa: E402
+
+import zeroshard as zs  # noqa: E402
+from zeroshard.testing import ranks  # noqa: E402
+
+WORLD, ROWS, VOCABULARY, HELD_OUT = 2, 4, 2048, 24
+UNITS = ("embedding", "blocks.*", "head")
+FEWER, CLOSE = 0.70, 0.01  # the bars: bytes spared, and how far the loss may be
+NORMS = {"*norm*": None}
+PLAIN = "data parallel, no codecs"
+WAYS: dict[str, dict[str, Any]] = {
+    PLAIN: {"stage": 0},
+    "stage 3, Int8 gradients and parameters": {
+        "stage": 3,
+        "units": UNITS,
+        "compress": NORMS | {"*": zs.Int8()},
+        "gather": zs.Int8(),
+    },
+    "stage 3, Int4 gradients, Int8 parameters": {
+        "stage": 3,
+        "units": UNITS,
+        "compress": NORMS | {"*": zs.Int4()},
+        "gather": zs.Int8(),
+    },
+    "the same, gathered once a step (one unit)": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.Int4()},
+        "gather": zs.Int8(),
+    },
+    "the same, Int4 parameters": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.Int4()},
+        "gather": zs.Int4(block=32, feedback=False),
+    },
+    "the same, OneBit gradients after 50 steps": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.OneBit(warmup_steps=50)},
+        "gather": zs.Int4(block=32, feedback=False),
+    },
+}
+
+
+@dataclass
+class Outcome:
+    """One way, over the seeds."""
+
+    name: str
+    losses: list[float]
+    sent: float  # bytes a step
+    uncompressed: float
+    error: dict[str, float]
+    seconds: float
+
+
+texts = cache(load)
+
+
+def train(options: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
+    """On a rank. The demo's loop, for a number of steps instead of minutes."""
+    tokenizer, text, held_out = texts(VOCABULARY)
+    torch.manual_seed(seed)
+    model = GPT(Config(len(tokenizer)))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    run = zs.shard(model, optimizer, bucket_bytes="1MiB", **options)
+    training = Batches(text, model.config.context, ROWS, run.rank, run.size)
+    validation = Batches(held_out, model.config.context, ROWS, run.rank, run.size)
+    began = time.perf_counter()
+    for step in range(steps):
+        done = step / steps
+        warm_up = min(1.0, (done + 0.002) / 0.03)
+        for group in optimizer.param_groups:
+            group["lr"] = 8e-3 * warm_up * (0.05 + 0.95 * (0.5 + 0.5 * math.cos(math.pi * done)))
+        model(*training[seed * 10_000 + step]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds, stats = (time.perf_counter() - began) / steps, run.stats()
+    with torch.no_grad(), run.kept_full():
+        model.eval()
+        loss = statistics.fmean(float(model(*validation[index])) for index in range(HELD_OUT))
+    run.close()
+    moved = ("reduce", "gather", "publish")
+    return {
+        "loss": loss,
+        "sent": sum(stats.sent.get(kind, 0) for kind in moved) / steps,
+        "uncompressed": sum(stats.uncompressed.get(kind, 0) for kind in moved) / steps,
+        "error": stats.error,
+        "seconds": seconds,
+    }
+
+
+def measure(name: str, steps: int, seeds: int) -> Outcome:
+    losses, told = [], {}
+    for seed in range(seeds):
+        everyone = ranks(WORLD).run(train, WAYS[name], steps, seed, timeout=3600)
+        told = everyone[0]
+        losses.append(statistics.fmean(rank["loss"] for rank in everyone))
+    return Outcome(name, losses, told["sent"], told["uncompressed"], told["error"], told["seconds"])
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Beside the first: how many bytes fewer, and how far the loss is."""
+    first = outcomes[0]
+    lines = [
+        "| | bytes a rank sends in a step | fewer than data parallel | loss on held-out text | beside it |",
+        "|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        fewer = 1 - one.sent / first.sent
+        loss = statistics.fmean(one.losses)
+        beside = statistics.fmean(a / b for a, b in zip(one.losses, first.losses, strict=True)) - 1
+        figures = f"{one.sent / 1e3:,.0f} kB | {100 * fewer:.1f} % | {loss:.4f} | {100 * beside:+.2f} %"
+        lines.append(f"| {one.name} | {figures} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", action="store_true", help="write a result file")
+    asked = parser.parse_args()
+    outcomes, commit = [], provenance.commit()
+    for name in WAYS:
+        outcomes.append(measure(name, asked.steps, asked.seeds))
+        print(outcomes[-1], flush=True)
+    text = table(outcomes)
+    print(text)
+    if asked.out:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        tokens = WORLD * ROWS * 128
+        about = (
+            f"# Codecs together, {today}\n\nGPT of the demo ({VOCABULARY} tokens, 4 blocks), fp32, "
+            f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds: {asked.seeds}. Norms travel as "
+            "they are. Bytes are the mean of all steps, warm-up included. "
+            f"`python benchmarks/together.py --steps {asked.steps} --seeds {asked.seeds} --out`, "
+            f"commit {commit}, torch {torch.__version__}, {provenance.hardware()}.\n\n{text}\n"
+        )
+        (HERE / "results" / f"{today}-cpu-together.md").write_text(about, encoding="utf-8")
+        data = {
+            "commit": provenance.commit(),
+            "steps": asked.steps,
+            "ways": [asdict(one) for one in outcomes],
+        }
+        (HERE / "results" / f"{today}-cpu-together.json").write_text(json.dumps(data, indent=1) + "\n")
+    best = [1 - o.sent / outcomes[0].sent for o in outcomes[1:] if close(o, outcomes[0])]
+    if asked.steps >= 200 and max(best, default=0.0) < FEWER:
+        sys.exit(f"no way sends {100 * FEWER:.0f} % fewer bytes with a loss within {100 * CLOSE:.0f} %")
+
+
+def close(one: Outcome, first: Outcome) -> bool:
+    return statistics.fmean(one.losses) <= (1 + CLOSE) * statistics.fmean(first.losses)
+
+
+if __name__ == "__main__":
+    main()
