@@ -114,7 +114,7 @@ def main() -> int:
     results: dict[str, list[dict[str, Any]]] = {}
     wrong: list[str] = []
     for name in args.models:
-        results[name], *others = ranks(2).run(sweep, name, args.steps)
+        results[name], *others = ranks(2).run(sweep, name, args.steps, timeout=1500)
         for rows in (results[name], *others):
             wrong += faults(name, rows)
         done = sum(bool(row["plan"]) for row in results[name])
