@@ -1,4 +1,4 @@
-"""Twenty steps, a save, fresh processes' worth of state, a load and twenty more, for every kind of run.
+"""Twenty steps, a save, a fresh model and optimizer, a load and twenty more, for every kind of run.
 
 python benchmarks/resume.py --out
 
@@ -30,6 +30,7 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.testing import ranks
 
+PATIENCE = 600.0
 ROWS = 84  # of a batch: 1, 2, 3, 4 and 7 ranks get equal shares
 SAVED = {"stage": 3, "clip_norm": float("inf"), "offload": case.Disk.of(optimizer="disk")}
 HOST = {"clip_norm": float("inf"), "offload": zs.Offload(threads=1)}
@@ -61,10 +62,9 @@ def same_world(name: str, folder: Path, half: int) -> dict[str, Any]:
     """One row: how many tensors differ from those of a run that was never cut."""
     recipe, options = case.MATRIX[name]
     pool, path = ranks(2), folder / "half"
-    through = pool.run(case.whole, recipe, options, half)
-    saved = pool.run(case.first, path, recipe, options, False, half)
-    pool.stop()  # other processes go on
-    loaded = pool.run(case.second, path, recipe, options, True, None, half)
+    through = pool.run(case.whole, recipe, options, half, timeout=PATIENCE)
+    saved = pool.run(case.first, path, recipe, options, False, half, timeout=PATIENCE)
+    loaded = pool.run(case.second, path, recipe, options, True, None, half, timeout=PATIENCE)
     pairs = list(zip(loaded, through, strict=True))
     wrong = [n for got, want in pairs for n in differing(got.weights, want.weights)]
     wrong += [n for got, was in zip(loaded, saved, strict=True) for n in differing(got.held, was.held)]
@@ -90,11 +90,13 @@ def largest(one: dict[str, Tensor], other: dict[str, Tensor], meaningful: bool) 
 def other_worlds(folder: Path, half: int) -> list[dict[str, Any]]:
     """Rows: what arrives, and how far training goes apart from the run that was never cut."""
     recipe, rows = Recipe(), []
-    through = ranks(2).run(case.whole, recipe, SAVED, half, ROWS)[0]
-    saved = ranks(2).run(case.first, folder / "disk", recipe, SAVED, False, half, ROWS)[0]
+    through = ranks(2).run(case.whole, recipe, SAVED, half, ROWS, timeout=PATIENCE)[0]
+    saved = ranks(2).run(case.first, folder / "disk", recipe, SAVED, False, half, ROWS, timeout=PATIENCE)[0]
     plain = case.by_hand(recipe, (2, 2), half, ROWS)
     for name, (world, options) in LOADED.items():
-        halves = ranks(world).run(case.second, folder / "disk", recipe, options, True, None, half, ROWS)
+        halves = ranks(world).run(
+            case.second, folder / "disk", recipe, options, True, None, half, ROWS, timeout=PATIENCE
+        )
         wrong = [n for got in halves for n in differing(got.held, saved.held)]
         narrow = "precision" in options
         hand = case.by_hand(recipe, (2, world), half, ROWS)

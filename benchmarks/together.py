@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", action="store_true", help="write a result file")
     asked = parser.parse_args()
-    outcomes = []
+    outcomes, commit = [], provenance.commit()
     for name in WAYS:
         outcomes.append(measure(name, asked.steps, asked.seeds))
         print(outcomes[-1], flush=True)
@@ -168,7 +168,7 @@ def main() -> None:
             f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds: {asked.seeds}. Norms travel as "
             "they are. Bytes are the mean of all steps, warm-up included. "
             f"`python benchmarks/together.py --steps {asked.steps} --seeds {asked.seeds} --out`, "
-            f"commit {provenance.commit()}, torch {torch.__version__}, {provenance.hardware()}.\n\n{text}\n"
+            f"commit {commit}, torch {torch.__version__}, {provenance.hardware()}.\n\n{text}\n"
         )
         (HERE / "results" / f"{today}-cpu-together.md").write_text(about, encoding="utf-8")
         data = {

@@ -35,8 +35,7 @@ class Same(Codec):
 
 @dataclass(frozen=True)
 class Halves(Codec):
-    """Sends half of what is due and keeps the rest. Padding would come out as what was sent before, were it
-    not kept at zero."""
+    """Sends half of what is due and one more, and keeps the other half: it makes something of zeros."""
 
     numerics: ClassVar[Numerics] = "approximate"
 

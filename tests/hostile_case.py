@@ -16,7 +16,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ def small(folder: Path) -> tuple[bytes, Snapshot]:
     values = {
         "step": 4,
         "options": {"stage": 2, "offload": {"type": "Offload"}},
+        "plan": "{}",
         "extra": {"t": torch.ones(3), "nan": float("nan"), "pairs": {1: (2,)}, "raw": b"x"},
     }
     save(folder, Snapshot(tensors, values, {"seed": 1}), Alone())
@@ -176,8 +177,9 @@ def fuzz_manifests(folder: Path, count: int, seed: int) -> Tried:
                 for name in os.listdir(folder / "out"):
                     os.unlink(folder / "out" / name)
                 os.rmdir(folder / "out")
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
                 attempt(number, lambda: cli.main(["inspect", str(folder / "1")]))
+                attempt(number, lambda: cli.main(["inspect", str(folder / "1"), "--plan"]))
     assert sorted(os.listdir(folder)) == before
     assert sorted(os.listdir(folder / "1")) == ["manifest.json", FILE]
     return tried

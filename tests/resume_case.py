@@ -90,6 +90,7 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "int8 with feedback": (GPT, {"stage": 2, "compress": zs.Int8(feedback=True)}),
     "top-k": (GPT, {"stage": 3, "compress": zs.TopK(ratio=0.05)}),
     "1-bit": (GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4)}),
+    "low rank and rows": (GPT, {"stage": 2, "compress": {"tokens.*": zs.Rows(), "*": zs.LowRank(rank=2)}}),
     "int8 with feedback, host": (
         GPT, {**BELOW, "stage": 2, "compress": zs.Int8(feedback=True), "offload": host()}
     ),

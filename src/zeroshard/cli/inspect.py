@@ -53,7 +53,7 @@ def _facts(manifest: Manifest, path: str, console: Any) -> None:
     from zeroshard.config import show_bytes
 
     saved = datetime.fromtimestamp(manifest.head.saved_at).astimezone().isoformat(" ", "seconds")
-    by = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    by = ", ".join(_printable(f"{name} {number}"[:80]) for name, number in manifest.versions.items())
     step = "" if manifest.head.step is None else f", step {manifest.head.step}"
     console.print(f"{path}{step}: saved {saved} by {manifest.world} ranks ({by})", markup=False)
     console.print(
@@ -93,7 +93,7 @@ def _plan(manifest: Manifest, path: str) -> int:
     plan = manifest.values.get("plan")
     if not isinstance(plan, str):
         raise CheckpointError(f"{path} holds no plan: its run was given options, not a limit or a plan.")
-    print(plan.strip())
+    print(plan.strip().encode("utf-8", "backslashreplace").decode())
     return 0
 
 
