@@ -37,7 +37,7 @@ def run_link(share: float, options: argparse.Namespace) -> dict[str, object]:
     """All modes on the link on which gradients and new parameters take `share` of the computation."""
     nbytes = 4 * options.blocks * (options.width + 1) * options.width  # reduce and publish, half of it each
     mbit = nbytes * 8 / 1e6 / (share * computing(options))
-    link = Link(round(mbit), 0.1)
+    link = Link(round(mbit), options.ms)
     with network(WORLD, link) as net, tempfile.TemporaryDirectory(prefix="overlap-") as folder:
         answers = [Path(folder, f"rank{rank}.json") for rank in range(WORLD)]
         logs = [Path(folder, f"rank{rank}.log") for rank in range(WORLD)]
@@ -65,14 +65,14 @@ def run_link(share: float, options: argparse.Namespace) -> dict[str, object]:
             raise SystemExit(f"overlap.py: {problem}:\n{logs[0].read_text()[-2000:]}")
         told = [json.loads(answer.read_text()) for answer in answers]
     rows = {mode: max((t[mode] for t in told), key=lambda row: row["step"]) for mode in options.modes}
-    return {"share": share, "mbit": link.mbit, "computing": computing(options), "rows": rows}
+    return {"share": share, "mbit": link.mbit, "ms": link.ms, "computing": computing(options), "rows": rows}
 
 
 def tabulate(result: dict[str, object]) -> Table:
     computed = float(result["computing"])  # type: ignore[arg-type]
     title = (
-        f"{result['mbit']} Mbit/s: gradients and parameters take {result['share']:.0%} of the computation "
-        f"({1e3 * computed:.0f} ms)"
+        f"{result['mbit']} Mbit/s, {result['ms']:g} ms: gradients and parameters take {result['share']:.0%} "
+        f"of the computation ({1e3 * computed:.0f} ms)"
     )
     table = Table(title=title, title_justify="left")
     for name in ("", "ms a step", "of computation", "waited", "waited / total", "sent"):
@@ -124,6 +124,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.9, 1.5])
+    parser.add_argument("--ms", type=float, default=0.1, help="latency, one way")
     parser.add_argument("--modes", nargs="+", choices=known, default=known, metavar="MODE")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
