@@ -167,13 +167,14 @@ def compare(numel: int, threads: int, rounds: int, peers: bool, busy: bool) -> d
         workers.close()
 
 
-def show(times: dict[str, list[float]], threads: int) -> None:
-    """A table; the ratio is that of the minima, which a busy machine disturbs least."""
+def table(times: dict[str, list[float]], threads: int) -> str:
+    """The ratio is that of the minima, which a busy machine disturbs least."""
     yardstick = min(min(times["copy (memmove)"]), min(times["copy (torch)"]))
-    print(f"\n{threads} threads{'':25}median      min   min ÷ copy")
+    lines = [f"| {threads} threads, ns a parameter | median | min | min ÷ copy |", "|---|---|---|---|"]
     for name, found in times.items():
-        row = f"{statistics.median(found):6.3f}   {min(found):6.3f}   {min(found) / yardstick:6.2f}"
-        print(f"{name:32}  {row}")
+        least = min(found)
+        lines.append(f"| {name} | {statistics.median(found):.3f} | {least:.3f} | {least / yardstick:.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -195,7 +196,7 @@ def main() -> None:
     raw = {}
     for threads in options.threads:
         raw[threads] = compare(options.numel, threads, options.rounds, options.peers, options.busy)
-        show(raw[threads], threads)
+        print(table(raw[threads], threads), flush=True)
     if options.json:
         facts = {
             "command": sys.argv,
@@ -207,6 +208,7 @@ def main() -> None:
             "clock": "processor" if options.busy else "wall",
             "numel": options.numel,
             "ns_per_parameter": raw,
+            "text": "\n\n".join(table(times, threads) for threads, times in raw.items()),
         }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """What codecs and sync policies do to a trained model: real data, three seeds, beside plain data parallelism.
 
-    python -m zeroshard run --ranks 2 benchmarks/quality.py --out      # results/<date>-quality.json and .md
+    python -m zeroshard run --ranks 2 benchmarks/quality.py --out      # results/<date>-quality-<task>.json
 
 `digits`: a convolutional net on scikit-learn's handwritten digits (its data file is enough), SGD with
 momentum; accuracy on images held back. `text`: a GPT on the sources of Python's standard library, AdamW; loss
@@ -82,7 +82,7 @@ def digits() -> Task:
         batch,
         lambda model, given: functional.cross_entropy(model(given[0]), given[1]),
         test,
-        steps=250,
+        steps=500,
     )
 
 
@@ -120,11 +120,11 @@ def rows(steps: int) -> dict[str, dict[str, Any]]:
     """The options of each row; the first is what the others are held against."""
     early = steps // 5
     codecs: dict[str, Any] = {
-        "bf16": zs.Cast("bfloat16"),
         "int8": zs.Int8(),
-        "int4": zs.Int4(),
         "1-bit": zs.OneBit(warmup_steps=early),
         "top-k 1 %": zs.TopK(ratio=0.01, warmup_steps=early),
+        "bf16": zs.Cast("bfloat16"),
+        "int4": zs.Int4(),
         "low rank 4": zs.LowRank(rank=4),
     }
     found: dict[str, dict[str, Any]] = {"plain": {"stage": 2}}
@@ -204,6 +204,7 @@ def main() -> None:
     facts |= {"torch": torch.__version__, "seeds": options.seeds, "steps": options.steps}
     found: list[dict[str, Any]] = []
     for name in options.tasks:
+        found.clear()
         task = {"digits": digits, "text": text}[name]()
         task = Task(**{**vars(task), "steps": options.steps or task.steps})
         for row, how in rows(task.steps).items():
@@ -227,12 +228,12 @@ def main() -> None:
             if is_first():
                 print(f"{name} {row}: loss {means['loss']:.4f} accuracy {means['accuracy']}", flush=True)
                 if options.out is not None:
-                    path = Path(options.out or HERE / "results" / f"{date}-quality.json")
+                    path = Path(options.out or HERE / "results" / f"{date}-quality-{name}.json")
                     path.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n")
                     heading = f"# Quality, 2 ranks, {facts['hardware']}, commit {facts['commit']}\n\n"
                     path.with_suffix(".md").write_text(heading + table(found))
-    if is_first():
-        print(table(found))
+        if is_first():
+            print(table(found))
 
 
 def is_first() -> bool:

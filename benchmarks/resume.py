@@ -47,10 +47,10 @@ LOADED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-NOTE = """Plain PyTorch in one process has the same differences when it cuts the batch for another number of
-ranks from the same step on: sums of floats depend on where they are cut. The bias of attention's keys has a
-gradient of zero but for rounding, since softmax takes the same off all of them; Adam divides a gradient by
-its size, and so makes steps of noise. It changes nothing that the model computes."""
+NOTE = """Plain PyTorch in one process has differences of the same size when it cuts the batch for another
+number of ranks from the same step on: sums of floats depend on where they are cut. The bias of attention's
+keys has a gradient of zero but for rounding, since softmax takes the same off all of them; Adam divides a
+gradient by its size, and so makes steps of noise. It changes nothing that the model computes."""
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

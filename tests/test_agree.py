@@ -124,6 +124,10 @@ DIFFERENCES: dict[str, tuple[Callable[[], Given], Callable[[], Given], str]] = {
         plain, lambda: plain(precision="bf16"),
         "the options: precision is None on {most} and Precision(compute='bfloat16'",
     ),
+    "codec": (
+        lambda: plain(compress=zs.TopK(0.01)), lambda: plain(compress=zs.TopK(0.02)),
+        "the options: compress is (('*', TopK(ratio=0.01, ",
+    ),
 }  # fmt: skip
 
 

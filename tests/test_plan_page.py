@@ -96,3 +96,16 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert data_of((tmp_path / "plan.html").read_text())["ranks"] == 2
     assert cli.main([*words, "--html", str(tmp_path / "absent" / "plan.html")]) == 1
     assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_the_examples_of_the_documentation_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Python blocks of docs/planning.md, one after another."""
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs" / "planning.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 3
+    exec("\n".join(blocks), {})
+    assert "chosen" in capsys.readouterr().out
+    assert zs.Plan.read(tmp_path / "plan.json").ranks == 8

@@ -87,6 +87,6 @@ def dry(case):
     roomy = case.size == "7b"  # so that `auto` offloads nothing there either
     for name, size in (("device_bytes", "1GiB" if roomy else "18MiB"), ("host_bytes", "24MiB")):
         system = ",".join(f"{name}={size}" if w.startswith(name) else w for w in system.split(","))
-    words = [w for w in case.arguments if w not in (*CAP, "--mbs", "4")]
-    quick = ("--device", "cpu", "--mbs", "1", "--seq", "8", "--steps", "2")
-    return replace(case, system=system, size="tiny", arguments=(*words, *quick), seconds=60)
+    system = system.replace(",undo=False", "")  # a tiny model's norm is above the limit
+    quick = ("--device", "cpu", "--mbs", "1", "--seq", "8", "--steps", "2")  # the last of equals counts
+    return replace(case, system=system, size="tiny", arguments=(*case.arguments, *quick), seconds=60)

@@ -147,7 +147,10 @@ def measured(case, rows, options, device):
                 step()
                 times.append(time.perf_counter() - start)
             live = run.stats().live
-            peak = sum(live[kind] for kind in ON_DEVICE) + seen.most + sum(t.nbytes for t in batch)
+            stages = getattr(run._runtime.transport, "_stages", {}).values()
+            peak = (
+                sum(live[kind] for kind in ON_DEVICE) + seen.most + sum(t.nbytes for t in (*batch, *stages))
+            )
             reserved = peak
         return {"device": peak, "reserved": reserved, "step": min(times), "before": before}
     finally:

@@ -121,22 +121,25 @@ class _Arrivals:
         self._missing = [len(bucket.weights) for bucket in setup.buckets]
         self._waiting = [0] * len(self._missing)
 
-    def add(self, weight: Weight) -> int:
-        """One more; returns what waits at the moment before its bucket leaves."""
+    def add(self, weight: Weight) -> tuple[int, int]:
+        """One more; returns what waits and what has landed at the moment when its bucket leaves: on one rank
+        a flat copy of it is there beside the gradients that it is made of."""
         setup, number = self.setup, self._bucket_of[weight.name]
         bucket, size = setup.buckets[number], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
         if not setup.reduces and bucket.part is None:
             self.landed += weight.numel * WIDTHS[bucket.landed]
-            return self.now
+            return self.now, self.landed
         self.now += size
-        most = self.now
+        most = self.now, self.landed
         self._waiting[number] += size
         self._missing[number] -= 1
         while setup.reduces and self._due < len(self._missing) and self._missing[self._due] == 0:
             self.now, self._due = self.now - self._waiting[self._due], self._due + 1
         if not setup.reduces and self._missing[number] == 0:
+            flat = bucket.full * WIDTHS[bucket.landed]
+            most = self.now, self.landed + flat
             self.now -= self._waiting[number]
-            self.landed = _kept(setup, self.landed, bucket.full * WIDTHS[bucket.landed])
+            self.landed = _kept(setup, self.landed, flat)
         return most
 
 
@@ -153,12 +156,14 @@ def _arrivals(setup: Setup, chain: Sequence[Segment]) -> tuple[list[tuple[int, i
             points = [(state.now, state.landed, segment.levels[0])]
             for name, level in zip(segment.order, segment.levels[1:], strict=True):
                 if name in by_name:
-                    state.add(by_name[name])
+                    leaving = state.add(by_name[name])
+                    if not setup.reduces:
+                        points.append((*leaving, level))
                 points.append((state.now, state.landed, level))
         else:
             points = [(state.now, state.landed, segment.backward)]
             for weight in sorted(guessed[index], key=lambda w: -w.number):
-                points.append((state.add(weight), state.landed, segment.backward))
+                points.append((*state.add(weight), segment.backward))
         result[index] = max(points, key=sum)
     return result, state.landed
 

@@ -1,0 +1,103 @@
+"""One rank of a simulated world: its memory is that of the plan, and of a real rank; and the benchmark that
+holds plans against machines."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zeroshard as zs
+from zeroshard.memory import Setup, buffers_of
+from zeroshard.planning import blocks_of, rules_of
+from zeroshard.timeline import step_moments
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("world", [8, 1000])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_of_a_simulated_world_holds_what_was_predicted(world: int, stage: Any) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=world)
+    try:
+        torch.manual_seed(0)
+        model = models.GPT(blocks=3)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+        run = zs.shard(model, optimizer, stage=stage, precision="bf16")
+        assert (run.transport, run.rank, run.size) == ("simulated", 3, world)
+        setup = Setup(units, run.options, world, rules, 3, overlaps=True, staged=True)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.zeros(2, 11, dtype=torch.int64))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        live = run.stats().live
+        stages = run._runtime.transport._stages.values()  # type: ignore[attr-defined]
+        staged = sum(stage.nbytes for stage in stages)
+        run._hooks.remove()
+    finally:
+        dist.destroy_process_group()
+    assert live == asdict(buffers_of(setup))
+    assert staged == setup.stage
+    assert step_moments(setup, ())[0].kinds["buckets"] == live["buckets"] + staged
+    assert all(loss == loss for loss in losses)  # numbers, though not those of a real world
+
+
+def test_the_benchmark_of_plans_against_a_machine(tmp_path: Path) -> None:
+    """Its whole path on the CPU, one real rank and one of four that are simulated: live bytes are exact."""
+    words = "--device cpu --sizes tiny --worlds 1 4 --stages 3 --recompute yes --offload auto --seq 16"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "plan_error.py"), *words.split(),
+               "--rows", "2", "--steps", "1", "--out", str(tmp_path / "errors.json")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "errors.json").read_text())
+    assert [row.get("error") for row in told["rows"]] == [None] * 2, told["rows"]
+    for row in told["rows"]:
+        assert abs(row["predicted"]["device"] / row["measured"]["device"] - 1) < 0.03, row
+    text = (tmp_path / "errors.md").read_text()
+    assert "- device: 2 of 2 within 3%" in text
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "2 cases" in again.stdout  # what is known is not measured again
+
+
+def test_what_the_benchmark_says_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks" / "gpu"), *sys.path])  # and back again
+    plan_error = importlib.import_module("plan_error")
+
+    def row(said: float, was: float, world: int = 1, rows: int = 8) -> dict[str, Any]:
+        figures = {"device": 100, "host": 100, "step": said}
+        measured = {"device": 100, "host": 97, "step": was}
+        return {
+            "size": "1b", "world": world, "stage": 0, "recompute": False, "offload": "host", "rows": rows,
+            "predicted": figures, "measured": measured,
+        }  # fmt: skip
+
+    rows = [
+        row(1.0, 1.0),
+        row(1.2, 1.3),
+        row(0.9, 2.0),
+        row(1.0, 1.05),
+        row(9.0, 1.0, rows=4),
+        row(9, 1, world=8),
+    ]
+    assert plan_error.ranked(rows) == (2, 5)  # only 1.0 and 1.05 are too close to be a pair
+    assert plan_error.error(rows[0], "host") == pytest.approx(100 / 97 - 1)
+    assert plan_error.error(rows[-1], "step") is None
+    assert plan_error.error(row(1, 1) | {"offload": "none"}, "host") is None
+    said = plan_error.summary([*rows, {"skipped": "too large", "world": 1}])
+    assert said[0] == "- device: 6 of 6 within 3%, worst 0.0%; 6 within 1%"
+    assert said[-1] == "- 7 cases; 1 predicted not to fit and not run, 0 failed"
