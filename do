@@ -115,6 +115,14 @@ lint() { "$VENV/bin/ruff" check .; }
 
 types() { "$VENV/bin/mypy"; }
 
+# Types, and the tests that start no processes.
+quick() {
+    local failed=0
+    types || failed=1
+    "$PYTHON" -m pytest -m 'not ranks and not cuda' || failed=1
+    return $failed
+}
+
 chore=${1:-help}
 [ $# -eq 0 ] || shift
 case $chore in
@@ -127,11 +135,21 @@ case $chore in
         ;;
     test)
         setup dev
-        # All three, whatever the first says: one look then shows all there is to mend.
+        # All of them, whatever the first says: one look then shows all there is to mend.
         failed=
         lint || failed+=' lint'
-        types || failed+=' types'
-        "$PYTHON" -m pytest "$@" || failed+=' pytest'
+        if [ $# -gt 0 ]; then
+            types || failed+=' types'
+            "$PYTHON" -m pytest "$@" || failed+=' pytest'
+        else
+            # Tests that start processes wait for most of their time: the others run beside them, and are shown last.
+            quick >"$VENV/quick.log" 2>&1 &
+            beside=$!
+            trap 'kill "$beside" 2>/dev/null || true' EXIT
+            "$PYTHON" -m pytest -m 'ranks or cuda' || failed+=' pytest'
+            wait "$beside" || failed+=' types or quick tests'
+            cat "$VENV/quick.log"
+        fi
         [ -z "$failed" ] || die "failed:$failed"
         ;;
     lint | types)

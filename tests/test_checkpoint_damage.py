@@ -361,7 +361,7 @@ def test_a_rank_that_dies_leaves_the_others_an_error_and_no_checkpoint(shelf: Pa
 
     def work(peers: ThreadPeers) -> None:
         if peers.rank == 1:
-            peers.exchange({"value": {"held": [], "own": {}}, "error": None}, "describing")
+            peers.exchange({"value": {"held": [], "own": {}, "parts": {}}, "error": None}, "describing")
             peers.barrier.abort()
             return
         save(shelf / "3", Snapshot([Held.of("w", "parameter", torch.zeros(3))]), peers)
