@@ -81,7 +81,7 @@ def take(seat: Seat) -> None:
     # Lines leave whole and at once, so that those of several ranks do not mix and none is lost in a crash.
     for text in (sys.stdout, sys.stderr):
         if hasattr(text, "reconfigure"):
-            text.reconfigure(line_buffering=True)
+            text.reconfigure(line_buffering=True, write_through=False)
     os.environ.update(seat.environment)
     faulthandler.enable()
     faulthandler.register(STACKS, all_threads=True)
