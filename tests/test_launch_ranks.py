@@ -21,8 +21,8 @@ pytestmark = pytest.mark.ranks
 
 Write = Callable[[str], Path]
 Start = Callable[[str], subprocess.Popen[str]]
-# Scripts run in other folders, where a relative path to the sources would mean nothing. Unbuffered, as in many
-# containers: lines of several ranks must not mix there either.
+# Scripts run in other folders, where a relative path to the sources would mean nothing. Unbuffered, as in
+# many containers: lines of several ranks must not mix there either.
 ENVIRON = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src"), "PYTHONUNBUFFERED": "1"}
 
 
