@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -30,6 +30,7 @@ from zeroshard.host import HostUpdates
 from zeroshard.memory import Setup, demands_of
 from zeroshard.part import Part
 from zeroshard.planning import blocks_of, rules_of
+from zeroshard.testing import assert_same_bits, ranks
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 41, 8, 20, 33
 CLIP = 4.0
@@ -250,3 +251,25 @@ def furthest(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, st
     """The largest difference of any element, and whose it is."""
     assert got.keys() == want.keys()
     return max((float((got[name] - want[name]).abs().max()), name) for name in want)
+
+
+plain_once = cache(plain)
+
+
+def parts(**options: Any) -> zs.Offload:
+    """Several parts in each unit, so that they overtake one another."""
+    return zs.Offload(stage_bytes=4096, threads=2, **options)
+
+
+@cache
+def trained(world: int, case: Case, stage: int, offload: zs.Offload, precision: str | None = None,
+            pace: Pace = "overlapped", seed: int = 0) -> Trained:  # fmt: skip
+    options = {"stage": stage, "offload": offload, "precision": precision}
+    if world == 1:
+        return offloaded(case, options, pace, seed)
+    told: list[Trained] = ranks(world).run(offloaded, case, options, pace, seed)
+    assert_same_bits(told[1].weights, told[0].weights)
+    assert told[1].stats is not None
+    assert told[0].stats is not None
+    assert told[1].stats.updates == told[0].stats.updates
+    return told[0]

@@ -244,6 +244,8 @@ def test_a_child_that_shares_the_lock_does_not_keep_the_path(tmp_path: Path) -> 
     try:
         ticket.release()
         saved_once(tmp_path / "1")
+        assert child.poll() is None, "the child had let go of the lock by itself"
+        assert verify(tmp_path / "1").ok
     finally:
         child.kill()
         child.wait()

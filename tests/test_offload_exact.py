@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from offload_case import SPIKES, Case, Pace, Trained, furthest, make_model, offloaded, plain
+from offload_case import SPIKES, Case, Trained, furthest, make_model, parts, plain_once, trained
 
 import zeroshard as zs
 from zeroshard.native import split
-from zeroshard.testing import assert_same_bits, ranks
+from zeroshard.testing import assert_same_bits
 
 CLOSE = 1e-6
 STAGES = (0, 1, 2, 3)
 FAST = ("adamw", "adam", "amsgrad", "sgd", "momentum", "nesterov")
 SHORT = Case(steps=24)  # three spikes
-
-plain_once = cache(plain)
-
-
-def parts(**options: Any) -> zs.Offload:
-    """Several parts in each unit, so that they overtake one another."""
-    return zs.Offload(stage_bytes=4096, threads=2, **options)
-
-
-@cache
-def trained(world: int, case: Case, stage: int, offload: zs.Offload, precision: str | None = None,
-            pace: Pace = "overlapped", seed: int = 0) -> Trained:  # fmt: skip
-    options = {"stage": stage, "offload": offload, "precision": precision}
-    if world == 1:
-        return offloaded(case, options, pace, seed)
-    told: list[Trained] = ranks(world).run(offloaded, case, options, pace, seed)
-    assert_same_bits(told[1].weights, told[0].weights)
-    assert told[1].stats is not None
-    assert told[0].stats is not None
-    assert told[1].stats.updates == told[0].stats.updates
-    return told[0]
 
 
 def ways(result: Trained) -> dict[str, int]:

@@ -5,39 +5,20 @@ What runs here is a part of `benchmarks/offload_exact.py`, which runs all of it.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_case import Case, Pace, Trained, furthest, offloaded, plain, thirds
+from offload_case import Case, Trained, furthest, parts, plain_once, thirds, trained
 
 import zeroshard as zs
 from zeroshard import memory
-from zeroshard.testing import assert_same_bits, ranks
+from zeroshard.testing import assert_same_bits
 from zeroshard.tier import streaming
 
 CLOSE = 1e-6
 SHORT = Case(steps=24)  # three spikes
 TWICE = Case(steps=24, accumulate=2)
-
-plain_once = cache(plain)
-
-
-def small(**given: Any) -> zs.Offload:
-    """Several parts in each unit, so that they overtake one another."""
-    return zs.Offload(stage_bytes=4096, threads=2, **given)
-
-
-@cache
-def trained(world: int, case: Case, stage: int, offload: zs.Offload, precision: str | None = None,
-            pace: Pace = "overlapped", seed: int = 0) -> Trained:  # fmt: skip
-    options = {"stage": stage, "offload": offload, "precision": precision}
-    if world == 1:
-        return offloaded(case, options, pace, seed)
-    told: list[Trained] = ranks(world).run(offloaded, case, options, pace, seed)
-    assert_same_bits(told[1].weights, told[0].weights)
-    return told[0]
 
 
 def ways(result: Trained) -> dict[str, int]:
@@ -64,8 +45,8 @@ MASTERS: dict[str, tuple[str | None, dict[str, Any]]] = {
 def test_the_disk_has_the_bits_of_the_host(tier: str, master: str, disk_folder: Path) -> None:
     """Delayed at random, against the host waited for at every part."""
     precision, given = MASTERS[master]
-    waited = trained(1, SHORT, 3, small(**given), precision, "waited")
-    offload = small(path=str(disk_folder), **TIERS[tier], **given)
+    waited = trained(1, SHORT, 3, parts(**given), precision, "waited")
+    offload = parts(path=str(disk_folder), **TIERS[tier], **given)
     result = trained(1, SHORT, 3, offload, precision, "delayed", 1)
     assert_same_bits(result.weights, waited.weights)
     assert result.losses == waited.losses
@@ -109,6 +90,6 @@ def test_two_ranks(stage: int, tier: str, disk_folder: Path) -> None:
     assert distance <= CLOSE, name
     assert all(ways(result).values())
     if tier == "disk":
-        assert_same_bits(result.weights, trained(2, SHORT, stage, small(), None, "waited").weights)
+        assert_same_bits(result.weights, trained(2, SHORT, stage, parts(), None, "waited").weights)
     else:
         assert {state for state, _ in result.rests} == {"device", "host", "disk"}

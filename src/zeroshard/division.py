@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -26,7 +27,7 @@ def choices(options: Options) -> tuple[EveryStep | Delayed | Local, ...]:
 
 
 @dataclass(frozen=True)
-class Division:
+class Division(ABC):
     """All that the bytes of a run depend on. `overlaps`, `staged`: as its transport; `rank`: whose bytes."""
 
     units: tuple[Block, ...]
@@ -39,9 +40,9 @@ class Division:
     placement: Placement | None = None  # decided already; else `places` decides
 
     @property
+    @abstractmethod
     def places(self) -> Placement:
         """The tier of every unit."""
-        raise NotImplementedError
 
     def place(self, bundle: Bundle) -> Place:
         return self.places[bundle.unit or ROOT]

@@ -17,8 +17,8 @@ class LocalTransport(Transport):
 
     name = "local"
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(0, 1, device)
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
+        super().__init__(rank, size, device)
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
         return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))

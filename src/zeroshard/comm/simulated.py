@@ -12,29 +12,21 @@ from collections.abc import Sequence
 
 import torch
 
-from .transport import Cuts, Done, Land, Region, Spans, Transport, Work, slices
+from .local import LocalTransport
+from .transport import Cuts, Done, Land, Region, Spans, Work, slices
 
 __all__ = ["SimulatedTransport"]
 
 
-class SimulatedTransport(Transport):
+class SimulatedTransport(LocalTransport):
     """Every peer holds what this rank holds: means are its own values, gathered rows are its own repeated."""
 
     name = "simulated"
     overlaps = staged = True
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        super().__init__(rank, size, device)
+        super().__init__(device, rank, size)
         self._stages: dict[torch.dtype, torch.Tensor] = {}
-
-    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
-        return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))
-
-    def free(self, region: Region) -> None:
-        region.mine = region.mine.new_empty(0)
-
-    def fill(self, region: Region) -> None:
-        return None
 
     def _stage(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """As between GPUs: one for each dtype, grown to the largest."""
@@ -96,29 +88,11 @@ class SimulatedTransport(Transport):
         self._count_gather(kind, totals, source.mine.element_size())
         return Done()
 
-    def open(self) -> None:
-        return None
-
-    def fence(self) -> None:
-        return None
-
-    def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        return None
-
-    def barrier(self, what: str) -> None:
-        return None
-
-    def max(self, values: Sequence[float]) -> list[float]:
-        return [float(value) for value in values]
-
     def sum(self, values: Sequence[float]) -> list[float]:
         return [float(value) * self.size for value in values]
 
     def exchange(self, value: object) -> list[object]:
         return [json.loads(json.dumps(value))] * self.size
-
-    def report(self, text: str) -> None:
-        return None
 
     def close(self) -> None:
         self._stages.clear()
