@@ -1,4 +1,4 @@
-"""What lies on the GPU at the fullest moment of a step: the allocator's own record of it, by size and place."""
+"""What lies on the GPU at the fullest moment of a step, by size and place: the allocator's own record."""
 
 from collections import Counter
 
@@ -40,12 +40,13 @@ class PeakBlocks:
                 gone = live.pop(event["addr"], None)
                 if gone is None and event["size"] in self._before:
                     self._before.remove(event["size"])
+        latest = [e for e in events[max(at - 12, 0) : at + 1] if e["action"] == "alloc"]
         self.found = {
             "before": _largest(self._before),
             "made": _largest((event["size"], _line(event)) for event in live.values()),
             "made_bytes": sum(event["size"] for event in live.values()),
             "before_bytes": sum(self._before),
-            "last": [[e["size"], _line(e)] for e in events[max(at - 12, 0) : at + 1] if e["action"] == "alloc"],
+            "last": [[event["size"], _line(event)] for event in latest],
         }
 
 

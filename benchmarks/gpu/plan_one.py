@@ -116,7 +116,7 @@ class HostPeak:
 def resident():
     """Bytes of this process by kind, as the kernel counts them."""
     with open("/proc/self/status") as file:
-        lines = [line.split() for line in file if line.startswith(("VmRSS", "VmHWM", "Rss", "VmLck", "VmPin"))]
+        lines = [line.split() for line in file if line.startswith(("VmRSS", "VmHWM", "Rss", "VmPin"))]
     return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in lines}
 
 
