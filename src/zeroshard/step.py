@@ -95,6 +95,9 @@ class Update:
     @torch.no_grad()
     def run(self, step: Callable[[], Any]) -> None:
         """One update of the local rows by `step`, which is the optimizer's own."""
+        if self.faces.mesh is None and not self._widens():
+            step()
+            return
         known = [self._known_proxies(group["params"]) for group in self.optimizer.param_groups]
         if all(proxies is not None for proxies in known):
             with self._as_proxies() as groups:
@@ -104,9 +107,6 @@ class Update:
             return
         lists = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         chunks = self._chunks(lists)
-        if len(chunks) == 1 and not self._needs_proxies(lists):
-            step()
-            return
         raw = getattr(type(self.optimizer).step, "__wrapped__", type(self.optimizer).step)
         with self._as_proxies() as groups:
             for index, chunk in enumerate(chunks):
@@ -130,10 +130,10 @@ class Update:
                 result.append(proxy)
         return result
 
-    def _needs_proxies(self, lists: list[list[Tensor]]) -> bool:
-        return self.faces.mesh is not None or any(
-            p.grad is not None and p.grad.dtype != p.dtype for ps in lists for p in ps
-        )
+    def _widens(self) -> bool:
+        """Whether a gradient has fewer bits than what it updates."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return any(grad is not None and grad.dtype != p.dtype for p in params for grad in (p.grad,))
 
     def _has_rows(self, home: Tensor) -> bool:
         """Element-wise optimizers also see parameters of which this rank has no row: they make an empty state
