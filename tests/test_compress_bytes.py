@@ -24,7 +24,7 @@ from zeroshard.routes import check_patterns, routes_of
 from zeroshard.testing import assert_same_bits, ranks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))
 
 from namespaces import why_not  # noqa: E402
 
