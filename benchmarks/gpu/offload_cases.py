@@ -21,9 +21,26 @@ class Case:
     small: tuple[str, ...] = ()
     against: str = ""
 
+    @property
+    def is_peer(self):
+        return bool(self.system) and not self.system.startswith(("plain", "zs-"))
+
 
 def auto(device, host, *more):
     return ",".join(["zs-1:optimizer=auto", f"device_bytes={device}", f"host_bytes={host}", *more])
+
+
+def peer(system, size, seconds, *arguments):
+    names = {
+        "ao-offload": "torchao, bf16 weights and state, no clipping",
+        "ao-offload-fp32": "torchao, fp32 weights and state, no clipping",
+        "ds2-offload": "DeepSpeed ZeRO-2, optimizer on the host",
+        "ds3-offload": "DeepSpeed ZeRO-3, optimizer on the host",
+        "fsdp2-offload": "FSDP2 with CPU offload",
+    }
+    billions = {"1b": "1.26 B", "7b": "6.74 B, GPU capped at 32 GiB"}[size]
+    title = f"{billions}, {names[system]}"
+    return Case(title, "–", seconds, system, size, arguments, against=f"plain-{size}")
 
 
 DISK = "path={disk}"
@@ -34,6 +51,10 @@ CASES = {
         "1.26 B, optimizer on the host", "≤ 1.25 × plain", 100, "zs-1:optimizer=host", "1b",
         ("--steps", "12"), against="plain-1b",
     ),
+    "ao-1b": peer("ao-offload", "1b", 70, "--steps", "8"),
+    "ao-fp32-1b": peer("ao-offload-fp32", "1b", 70, "--steps", "8"),
+    "ds2-1b": peer("ds2-offload", "1b", 120, "--steps", "6"),
+    "fsdp2-1b": peer("fsdp2-offload", "1b", 80, "--steps", "6"),
     "plain-7b": Case("6.74 B, plain PyTorch", "–", 150, "plain", "7b", ("--steps", "7")),
     "host-7b": Case(
         "6.74 B, GPU capped at 32 GiB, optimizer on the host", "≤ 1.3 × plain; ≤ 12.5 host bytes a parameter",
@@ -43,6 +64,9 @@ CASES = {
         "the same, split master", "≤ 1.3 × plain; ≤ 10.6 host bytes a parameter",
         280, "zs-1:optimizer=host,master=split", "7b", ("--steps", "8", *CAP), against="plain-7b",
     ),
+    "ao-7b": peer("ao-offload", "7b", 120, "--steps", "6", *CAP),
+    "ds3-7b": peer("ds3-offload", "7b", 200, "--steps", "4", *CAP),
+    "fsdp2-7b": peer("fsdp2-offload", "7b", 150, "--steps", "4", *CAP),
     "auto-7b": Case(
         "6.74 B, `auto`, the whole GPU", "≤ 1.03 × plain", 200, auto("100GiB", "64GiB"), "7b",
         ("--steps", "7"), against="plain-7b",

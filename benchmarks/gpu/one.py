@@ -1,9 +1,9 @@
 """One system, one size, one process on one GPU: prints a `RESULT {json}` line.
 
-Systems: `plain` (bf16 weights, fp32 master and AdamW on the GPU, written out in PyTorch), `fsdp2`, and
-`zs-STAGE` with options, e.g. `zs-3`, `zs-2:offload=host`. Every system trains the same Llama-shaped model on
-the same tokens with clipping at 1.0, so that losses can be compared; a row whose losses do not agree does not
-count.
+Systems: `plain` (bf16 weights, fp32 master and AdamW on the GPU, written out in PyTorch), those of `peers.py`
+and `zs-STAGE` with options, e.g. `zs-3`, `zs-2:optimizer=host`. Every system trains the same Llama-shaped
+model on the same tokens with clipping at 1.0 (torchao's cannot clip), so that losses can be compared; a row
+whose losses do not agree does not count.
 
 A `STEP {json}` line follows every step, so that whoever started this process has what there was when it ran
 out of time. `--device cpu` runs the same on the CPU, with a size as small as `tiny`: to try it, not to time
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "src")]
+import peers  # noqa: E402
 from llama import LM, VOCAB, flops_per_token, nparams  # noqa: E402
 
 LR, CLIP = 1e-4, 1.0
@@ -63,22 +64,6 @@ def plain(args, batch):
         return total
 
     return step, norms, lambda: {}
-
-
-def fsdp2(args, batch):
-    import torch.distributed as dist
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    dist.init_process_group(
-        "cuda:nccl,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
-    )
-    model = build(args.size, torch.float32, args.device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    return loop(model, optimizer, args, batch, None)
 
 
 def loop(model, optimizer, args, batch, run, clip=True):
@@ -191,9 +176,11 @@ def main():
         ids = torch.randint(0, VOCAB, (args.mbs, args.seq + 1), generator=generator).to(args.device)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    make = {"plain": plain, "fsdp2": fsdp2}.get(args.system, zeroshard)
     out = {"system": args.system, "size": args.size, "params_b": nparams(args.size) / 1e9}
-    step, norms, stats = make(args, batch)
+    if args.system in peers.MAKERS:
+        step, norms, stats = peers.MAKERS[args.system](args, batch, build)
+    else:
+        step, norms, stats = (plain if args.system == "plain" else zeroshard)(args, batch)
     out["init_s"] = round(time.time() - start, 1)
     print("STEP " + json.dumps(out | memory()), flush=True)
     times, losses = [], []

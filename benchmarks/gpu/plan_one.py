@@ -11,6 +11,8 @@ import os
 import sys
 import threading
 import time
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "src")]
 from llama import LM, VOCAB  # noqa: E402
+from peak_blocks import PeakBlocks  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
 from zeroshard.measure import here  # noqa: E402
@@ -110,8 +113,27 @@ class HostPeak:
         self.most = max(self.most, self.now()) - self.start
 
 
+def resident():
+    """Bytes of this process by kind, as the kernel counts them."""
+    with open("/proc/self/status") as file:
+        lines = [line.split() for line in file if line.startswith(("VmRSS", "VmHWM", "Rss", "VmPin"))]
+    return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in lines}
+
+
+def in_detail(step, run, told):
+    """Two more steps: one with a stop after each phase, one with the allocator's events recorded."""
+    told["phases"] = step(stops=True)
+    told["live"], told["peaks"] = run.stats().live, run.stats().peak
+    told["resident"]["detail"] = resident()
+    if torch.cuda.is_available():
+        with PeakBlocks() as blocks:
+            step()
+        told["blocks"] = blocks.found
+
+
 def measured(case, rows, options, device):
     torch.manual_seed(0)
+    told = {"resident": {"start": resident()}}
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = meta_model(case["size"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -119,16 +141,31 @@ def measured(case, rows, options, device):
     ids = torch.randint(0, VOCAB, (rows, case["seq"] + 1), device=device)
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     del ids
+    told["resident"]["sharded"] = resident()
 
-    def step():
-        model(*batch).backward()
+    def step(stops=False):
+        marks = [time.perf_counter()]
+
+        def mark():
+            if stops:
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                marks.append(time.perf_counter())
+
+        loss = model(*batch)
+        mark()
+        loss.backward()
+        mark()
         optimizer.step()
+        mark()
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
+        return dict(zip(("forward", "backward", "update"), (b - a for a, b in pairwise(marks)), strict=False))
 
     try:
         step()
+        told["resident"]["first"] = resident()
         times = []
         if device.type == "cuda":
             step()
@@ -152,7 +189,12 @@ def measured(case, rows, options, device):
                 sum(live[kind] for kind in ON_DEVICE) + seen.most + sum(t.nbytes for t in (*batch, *stages))
             )
             reserved = peak
-        return {"device": peak, "reserved": reserved, "step": min(times), "before": before}
+        told |= {"device": peak, "reserved": reserved, "step": min(times), "steps": times, "before": before}
+        if device.type == "cuda":
+            counted = torch.cuda.memory_stats()
+            told |= {what: counted[f"{what}_bytes.all.peak"] for what in ("active", "requested")}
+        in_detail(step, run, told)
+        return told
     finally:
         end(run)
 
@@ -173,6 +215,8 @@ def one(case, machine, device, memory):
     rows, found = fitting_rows(case, options, machine, memory)
     told = dict(case) | {
         "rows": rows,
+        "machine": asdict(machine),
+        "options": {name: str(value) for name, value in options.items()},
         "predicted": {
             "device": found.device - found.kinds.get("margin", 0),
             "with_margin": found.device,
@@ -181,6 +225,7 @@ def one(case, machine, device, memory):
             "seconds": found.seconds,
             "kinds": found.kinds,
             "where": found.where,
+            "lasting": found.lasting,
         },
     }
     if rows is None:
@@ -212,6 +257,7 @@ def main():
         told = one(json.loads(line), machine, device, memory)
         gc.collect()
         if device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # or the next case would not count them
             torch.cuda.empty_cache()
         print("RESULT " + json.dumps(told), flush=True)
 
