@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 WINDOW = 3  # of Adaptive: steps that it measures of each choice
 LOCAL = 8
-TRIAL = 3 * (WINDOW + 1) + 2 * LOCAL  # steps until Adaptive has tried all and settled
+PATIENCE = 120  # steps within which Adaptive must have settled
+ADAPTIVE, CHOICES = "zs-0-adaptive", ("zs-0", "zs-0-int8", "zs-0-topk", f"zs-0-local{LOCAL}")
 BUCKETS = 6  # of a model, so that there is something to overlap
 PORT = 29500  # of a namespace that has no other processes
 
@@ -32,7 +34,7 @@ class Task:
     world: int
     master: str
     seconds: float  # to time each visit of a system for, at least one round
-    answer: str
+    answer: str = ""
     per_node: int = 1
     visits: int = 1  # of each system, all of them between two of one: the machine may be shared
 
@@ -51,12 +53,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a system is made, and how many steps belong together."""
+    """How a system is made, and how many steps belong together. One that `settles` is timed from then on; the
+    steps before are said in its note."""
 
     make: Callable[..., object]
     round: int = 1
     warmup: int = 1
     exact: bool = True
+    settles: bool = False
 
 
 def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
@@ -89,7 +93,7 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, 32, exact=False)
     choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
     adaptive = zs.Adaptive(choices=choices, window=WINDOW, unrest=1e9)
-    found["zs-0-adaptive"] = Entry(ours(0, sync=adaptive), LOCAL, TRIAL, exact=False)
+    found[ADAPTIVE] = Entry(ours(0, sync=adaptive), LOCAL, settles=True, exact=False)
     return found
 
 
@@ -123,6 +127,12 @@ def transmitted() -> int:
     raise LookupError("no eth0 here: start this through links.py")
 
 
+def settled(stats: Any) -> str:
+    """On what Adaptive has settled and what looking for it took; empty before."""
+    lines = [line for line in stats.switches if "settled on" in line]
+    return lines[-1].partition(": ")[2].partition(";")[0] if lines else ""
+
+
 def measure(task: Task, entry: Entry) -> Timing:
     """Train, and time whole rounds of steps."""
     import torch
@@ -133,6 +143,8 @@ def measure(task: Task, entry: Entry) -> Timing:
     batch = workload.batches(task.rank)
     trainer = entry.make(workload.build())
     losses = [float(trainer.step(batch(index))) for index in range(entry.warmup)]
+    while entry.settles and not settled(trainer.stats()) and len(losses) < PATIENCE:
+        losses.append(float(trainer.step(batch(len(losses)))))
     began = time.perf_counter()
     losses += [float(trainer.step(batch(len(losses) + index))) for index in range(entry.round)]
     one = torch.tensor([time.perf_counter() - began])
@@ -154,7 +166,7 @@ def measure(task: Task, entry: Entry) -> Timing:
     if before is not None:
         now = trainer.stats()
         waited = sum((now - before).waited.values()) / took
-        note = now.sync if now.switches else ""
+        note = settled(now)
     dist.barrier()
     trainer.close()
     return Timing(1e3 * lasted[len(lasted) // 4] / entry.round, steps, sent / steps, waited, losses[:3], note)

@@ -35,7 +35,7 @@ class Task:
     width: int
     forward: float  # seconds of one block's forward; backward takes twice as long
     steps: int
-    answer: str
+    answer: str = ""
 
 
 @dataclass

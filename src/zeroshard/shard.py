@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .errors import StateError
 from .layout import Slot
@@ -41,15 +42,14 @@ class Faces:
         if self.mesh is None:
             return local
         placement: Placement = Replicate() if slot.split == "copy" else Shard(0)
-        stride = torch.empty(slot.shape, device="meta").stride()
-        return DTensor.from_local(
-            _apart(local),
-            self.mesh,
-            [placement],
-            run_check=False,
-            shape=torch.Size(slot.shape),
-            stride=stride,
-        )
+        shape, stride = torch.Size(slot.shape), torch.empty(slot.shape, device="meta").stride()
+        own = _apart(local)
+        if (
+            own.device.type != self.mesh.device_type
+        ):  # rows on the host: from_local would copy them to the GPU
+            spec = DTensorSpec(self.mesh, (placement,), tensor_meta=TensorMeta(shape, stride, own.dtype))
+            return DTensor(own, spec, requires_grad=False)
+        return DTensor.from_local(own, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
     @staticmethod
     def local(seen: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Segment:
     - `saved`: bytes that autograd keeps from here until backward comes back.
     - `forward`, `backward`: the most that lives meanwhile beyond what was saved before, and beyond what is
       still saved.
-    - `flops`: operations of its forward.
+    - `flops`, `back`: operations of its forward, and of its backward with what is recomputed there.
     - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
       `backward` before the first, after the first, and so on. Empty where no step was traced.
     """
@@ -44,6 +44,7 @@ class Segment:
     forward: int = 0
     backward: int = 0
     flops: int = 0
+    back: int = 0
     order: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
 
