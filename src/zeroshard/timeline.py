@@ -34,7 +34,7 @@ class Segment:
     - `saved`: bytes that autograd keeps from here until backward comes back.
     - `forward`, `backward`: the most that lives meanwhile beyond what was saved before, and beyond what is
       still saved.
-    - `flops`: operations of its forward.
+    - `flops`, `back`: operations of its forward, and of its backward with what is recomputed there.
     - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
       `backward` before the first, after the first, and so on. Empty where no step was traced.
     """
@@ -44,6 +44,7 @@ class Segment:
     forward: int = 0
     backward: int = 0
     flops: int = 0
+    back: int = 0
     order: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
 
@@ -202,9 +203,9 @@ def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Wei
 
 
 def _update(setup: Setup) -> int:
-    """Temporaries of torch's own step on the device: gradients widened to the master's dtype, and what
-    foreach makes."""
-    total = widened = 0
+    """Temporaries of torch's own step on the device: gradients widened to the master's dtype, split masters
+    joined, and what foreach makes."""
+    total = widened = joined = 0
     largest = 0
     for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
         for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
@@ -212,7 +213,8 @@ def _update(setup: Setup) -> int:
                 size = slot.held(setup.rank) * WIDTHS[bundle.master]
                 widens = setup.grad_dtypes(weight)[1] != bundle.master
                 total, widened, largest = total + size, widened + size * widens, max(largest, size)
+                joined += size * setup.splits(bundle)
     elementwise = all(rule.by_rows for rule in setup.rules)
-    chunk = min(total, max(WIDEN_BYTES, largest)) if widened and elementwise else total
+    chunk = min(total, max(WIDEN_BYTES, largest)) if (widened or joined) and elementwise else total
     copies = max((rule.temporaries for rule in setup.rules), default=0)
-    return min(widened, chunk) + copies * chunk
+    return min(widened, chunk) + min(joined, chunk) + copies * chunk
