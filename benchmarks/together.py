@@ -2,7 +2,7 @@
 parallel training without codecs: bytes that a rank sends in a step, and the loss on text held out.
 
     python benchmarks/together.py --out                    # some minutes on two cores
-    python benchmarks/together.py --steps 20 --seeds 1     # to see that it works
+    python benchmarks/together.py --steps 20 --seeds 0     # to see that it works
 
 Data parallel training is stage 0, which sends what an all-reduce does: 2 (N-1)/N of the gradient.
 """
@@ -196,12 +196,13 @@ def write(outcomes: list[Outcome], asked: argparse.Namespace, commit: str) -> No
     """The result so far."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     tokens = WORLD * ROWS * 128
+    seeds = " ".join(map(str, asked.seeds))
     ways = f" --ways {' '.join(map(str, asked.ways))}" if asked.ways else ""
     about = (
         f"# Codecs together, {today}\n\nGPT of the demo ({VOCABULARY} tokens, 4 blocks), fp32, "
-        f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds {asked.seeds}. Norms travel as "
+        f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds {seeds}. Norms travel as "
         "they are. Bytes are the mean of all steps, warm-up included. "
-        f"`python benchmarks/together.py --steps {asked.steps} --seeds {' '.join(map(str, asked.seeds))}{ways} --out`, "
+        f"`python benchmarks/together.py --steps {asked.steps} --seeds {seeds}{ways} --out`, "
         f"commit {commit}, torch {torch.__version__}, {provenance.hardware()}.\n\n{table(outcomes)}\n"
     )
     (HERE / "results" / f"{today}-cpu-together.md").write_text(about, encoding="utf-8")
