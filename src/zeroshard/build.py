@@ -21,6 +21,7 @@ from .errors import ModelError, OptionError
 from .grad import Gradients, LocalBucket, LocalGradients
 from .layout import ALIGN, Pack, Slot, Split, slots_for
 from .live import LiveUnit, leaf_of
+from .moments import HeldMoments
 from .param import Bundle, Rests
 from .place import Host
 from .placement import Placement
@@ -294,7 +295,17 @@ class Builder:
             else Gradients(made, self.transport, self.faces, options.stage, self.ledger)
         )
         gradients.desk = wiring.desk
+        self._hold_moments(gradients, options)
         return gradients
+
+    def _hold_moments(self, gradients: Gradients, options: Options) -> None:
+        """Tell the updates of codecs that freeze second moments."""
+        for update in self.runtime.updates:
+            found = {id(p.home): sort_of(p, options).codec for p in update.params.values()}
+            codecs = {key: codec for key, codec in found.items() if codec is not None and codec.freezes}
+            if codecs:
+                assert gradients.desk is not None
+                update.held = HeldMoments(update.optimizer, codecs, gradients.desk)
 
 
 def _check_offload(options: Options, transport: Transport) -> None:

@@ -321,7 +321,7 @@ class Options:
                 "device. Drop one of them; sync=Delayed() works with offload."
             )
         put(self, "compress", routes_of(self.compress))
-        check_compress(self.compress, self.sync)
+        check_compress(self.compress, self.sync, self.offload is not None)
         check_gather(self.gather, self.stage, self.offload is not None)
         if self.offload is not None and codec_choices(self.sync):
             raise OptionError(

@@ -317,6 +317,11 @@ class Division(ABC):
         """What its gradient travels through."""
         return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
 
+    def freezes(self, weight: Weight) -> bool:
+        """Whether its second moments are kept beside the optimizer's."""
+        codec = self.codec(weight)
+        return codec is not None and codec.freezes
+
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""
         return (*self.grad_dtypes(weight), self.codec(weight))

@@ -207,7 +207,8 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
             width = WIDTHS[bundle.master]
             for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
                 if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
-                    total[bundle.unit] += slot.held(setup.rank) * width * setup.rules[weight.rule].moments
+                    kept = setup.rules[weight.rule].moments + setup.freezes(weight)
+                    total[bundle.unit] += slot.held(setup.rank) * width * kept
     return total
 
 

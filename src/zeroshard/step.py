@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ModelError
+from .moments import HeldMoments
 from .shard import Faces, Param, SplitMaster
 
 # Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole
@@ -66,6 +67,7 @@ class Update:
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Param], faces: Faces) -> None:
         self.optimizer, self.faces = optimizer, faces
+        self.held: HeldMoments | None = None  # where a codec freezes second moments
         self.params: dict[int, Param] = {}
         self._proxies: dict[int, nn.Parameter] = {}
         # By id(home): split masters, and those of them that are joined for the step under way.
@@ -106,6 +108,8 @@ class Update:
     @torch.no_grad()
     def run(self, step: Callable[[], Any]) -> None:
         """One update of the local rows by `step`, which is the optimizer's own."""
+        if self.held is not None:
+            self.held.hold()
         known = [self._known_proxies(group["params"]) for group in self.optimizer.param_groups]
         if all(proxies is not None for proxies in known):
             with self._as_proxies() as groups:
