@@ -15,12 +15,14 @@ from offload_case import OPTIMIZERS, Case, Trained, batch, make_model, offloaded
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard import config
 from zeroshard import step as step_module
 from zeroshard.errors import OptionError
 from zeroshard.memory import Setup
+from zeroshard.placement import Place, Placement
 from zeroshard.planning import blocks_of, rules_of
 from zeroshard.testing import PeakBytes, assert_same_bits, ranks
-from zeroshard.timeline import step_moments
+from zeroshard.timeline import IN_FLIGHT, step_moments
 
 SHORT = Case(steps=24)  # three spikes, so that clipping is active
 SPLIT = zs.Offload(optimizer="device", master="split")
@@ -256,6 +258,21 @@ def test_a_step_joins_one_chunk_at_a_time() -> None:
         assert step_moments(setup, ())[-1].kinds["update"] == 2 * chunk
     assert setup.held.state == run.stats().live["state"]
     run.close()
+
+
+def test_gradients_of_state_on_the_device_wait_beside_those_that_leave() -> None:
+    """Without `undo` those for the host leave at once; those for the device wait for the norm."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+    offload = zs.Offload("auto", device_bytes="1GiB", master="split", undo=False, stage_bytes=1024)
+    options = config.Options(offload=offload, precision="bf16", clip_norm=1.0)  # type: ignore[arg-type]
+    places = [Place(u.label, "device" if u is units[-1] else "host", "device") for u in units]
+    setup = Setup(units, options, 1, rules, placement=Placement(tuple(places)))
+    waiting = 2 * units[-1].numel
+    leaving = max(2 * bucket.full for bucket in setup.buckets if bucket.part is not None)
+    gradients = step_moments(setup, ())[-1].kinds["gradients"]
+    assert waiting + leaving <= gradients <= waiting + IN_FLIGHT * leaving
 
 
 def test_what_is_frozen_or_kept_wide() -> None:
