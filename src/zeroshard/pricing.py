@@ -57,10 +57,9 @@ def seconds_of(
 ) -> Seconds:
     """Communication, copies and the overlapped host update run beside the computation, except for gathers
     that nothing announces (`prefetch=0`) and transports that this thread drives (shared memory)."""
-    forward = sum(s.flops for s in segments)
-    again = sum(s.flops for s in segments if setup.recomputes(s.unit))
+    work = sum(s.flops + (s.back or s.flops * (3 if setup.recomputes(s.unit) else 2)) for s in segments)
     narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
-    compute = (3 * forward + again) / ((machine.half if narrow else machine.full) * machine.efficiency)
+    compute = work / ((machine.half if narrow else machine.full) * machine.efficiency)
     rate = machine.link if setup.world <= ranks_per_node else machine.network
     exchange = sum(sent.values()) / rate + _messages(setup) * machine.latency
     alone = exchange if not setup.overlaps else sent.get("gather", 0) / rate if not _ahead(setup) else 0.0

@@ -70,11 +70,13 @@ class _Stretch:
     saved: int = 0
     forward: int = 0
     flops: int = 0
+    back: int = 0
     order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
     levels: list[int] = field(
         default_factory=list
     )  # the most that lived before the first, after the first, …
     like: _Stretch | None = None
+    outputs: Any = None  # of a repeated one: how its outputs look, and their tree
     standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
 
     @property
@@ -86,8 +88,9 @@ class _Stretch:
         source = self.like or self
         order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
         most = max(source.levels, default=0)
+        levels = tuple(source.levels)
         return Segment(
-            self.unit, source.saved, source.forward, most, source.flops, order, tuple(source.levels)
+            self.unit, source.saved, source.forward, most, source.flops, source.back, order, levels
         )
 
 
@@ -218,8 +221,8 @@ class Tracer:
     def _enter(
         self, name: str, module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._backward is not None:  # recomputation
-            return plain(*args, **kwargs)
+        if self._backward is not None:
+            return self._again(name, plain, args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         key = (
             type(module),
@@ -240,22 +243,46 @@ class Tracer:
             )
             output = kept(*args, **kwargs)
             flat, out_tree = tree_flatten(output)
+            self._hook(flat)
             sights = [(*_sight(x), self._is_saved(x)) for x in flat]
             self._twins[key] = (self._stretches[-1], (sights, out_tree))
         self._begin(outer)
         return output
 
+    def _hook(self, outputs: list[Any]) -> None:
+        """Backward comes to a unit with the gradient of its output, also where a checkpoint of the model's
+        own hides what the unit saves."""
+        arrive = partial(self._arrive, self._stretches[-1])
+        for tensor in outputs:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: arrive())
+
+    def _again(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit's forward in backward: ours that recomputes it, or a checkpoint of the model's own."""
+        assert self._backward is not None
+        here = self._stretches.index(self._backward)
+        own = [index for index, stretch in enumerate(self._stretches) if stretch.unit == name]
+        stretch = self._stretches[max((index for index in own if index <= here), default=own[-1])]
+        self._arrive(stretch)
+        if stretch.like is None:
+            return plain(*args, **kwargs)
+        return self._stand(stretch, tree_flatten((args, kwargs))[0])
+
     def _repeat(self, key: Any, leaves: list[Any]) -> Any:
         """Outputs as the first such unit had, without computing them; what it saved and computed counts
         again."""
-        like, (outputs, tree) = self._twins[key]
         stretch = self._stretches[-1]
-        stretch.like = like
+        stretch.like, stretch.outputs = self._twins[key]
+        return self._stand(stretch, leaves)
+
+    def _stand(self, stretch: _Stretch, leaves: list[Any]) -> Any:
+        outputs, tree = stretch.outputs
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         wanted = [o for o in outputs if o[0] == "tensor"]
         standing = _Stand.apply(wanted, partial(self._arrive, stretch), *tensors)  # type: ignore[no-untyped-call]
         for tensor, output in zip(standing, wanted, strict=True):
-            if output[-1]:  # the first one saved it, and what comes next shall not count it again
+            if output[-1] and self._backward is None:
+                # The first one saved it, and what comes next shall not count it again.
                 stretch.standing += self._save(tensor)
         made = iter(standing)
         return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in outputs], tree)
@@ -304,6 +331,8 @@ class Tracer:
     def _worked(self, flops: int) -> None:
         if self._backward is None:
             self._stretches[-1].flops += flops
+        else:
+            self._backward.back += flops
 
     def _pack(self, tensor: Tensor) -> Any:
         stretch = self._backward or self._stretches[-1]
@@ -331,14 +360,19 @@ class Tracer:
 
     def _arrive(self, stretch: _Stretch) -> None:
         """Backward has come to a segment: the gradients of the one before are in their buckets by now."""
-        if stretch is not self._backward:
+        at = self._backward
+        assert at is not None
+        if stretch is not at:
             self._look()
             for leaf in self._arrived:
                 leaf.grad = None
             self._arrived.clear()
-            self._grad_bytes, self._backward = 0, stretch
-            if not stretch.levels:
-                stretch.levels.append(self._level())
+            self._grad_bytes = 0
+            first, last = (self._stretches.index(s) for s in (stretch, at))
+            for passed in (*reversed(self._stretches[first + 1 : last]), stretch):
+                self._backward = passed
+                if not passed.levels:
+                    passed.levels.append(self._level())
 
 
 @contextmanager
@@ -370,10 +404,12 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: list[Any], arrive: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.arrive, ctx.shapes = arrive, [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        ctx.save_for_backward(torch.empty(0))  # so that a checkpoint around it keeps what it would keep
         return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, *_ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _ = ctx.saved_tensors
         ctx.arrive()
         return (
             None,

@@ -232,7 +232,7 @@ class AdaptivePace(Pace):
                 # Several codecs keep something about the same parameter.
                 of = "" if own is None else f" of {own!r}"
                 found += [replace(held, key=held.key + of) for held in pace.gradients.private()]
-        return found
+        return [*found, *self.beliefs]
 
     def values(self) -> dict[str, Any]:
         names = [repr(choice) for choice in self.policy.choices]
