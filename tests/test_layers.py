@@ -38,7 +38,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "pool",
         "units",
     ),
-    ("machine", "planner", "pricing", "choice", "trace", "frames", "page"),
+    ("machine", "planner", "pricing", "choice", "trace", "meter", "traffic", "fused", "frames", "page"),
     ("tier",),
     ("comm",),
     ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published"),
