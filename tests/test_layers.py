@@ -41,7 +41,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("machine", "planner", "pricing", "choice", "trace", "meter", "traffic", "fused", "frames", "page"),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published"),
+    ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state"),

@@ -186,7 +186,7 @@ CASES = [
                 "stage": stage,
                 "precision": "bf16",
                 "bucket_bytes": 3000,
-                "compress": {"*.norm*": None, "*": zs.OneBit(warmup_steps=2)},
+                "compress": {"*.norm*": None, "*": zs.OneBit(warmup_steps=2, freeze=True)},
             },
         )
         for stage in (0, 2)

@@ -154,6 +154,25 @@ class Division(ABC):
         differs = bundle.master != bundle.compute or self.streams(bundle) or decoded
         return differs and self.state_rest(bundle) == "device"
 
+    def splits(self, bundle: Bundle) -> bool:
+        """Whether that master is the weights and a remainder, joined for a chunk at a time: so the optimizers
+        must be element-wise."""
+        offload = self.options.offload
+        return (
+            self.own_master(bundle)
+            and not self.streams(bundle)
+            and offload is not None
+            and offload.master == "split"
+            and (bundle.compute, bundle.master) == ("bfloat16", "float32")
+            and all(w.rule < 0 or self.rules[w.rule].by_rows for w in bundle.weights)
+        )
+
+    def master_bytes(self, bundle: Bundle) -> int:
+        """Of the master on the device beside the compute weights, if there is one."""
+        if not self.own_master(bundle):
+            return 0
+        return (2 if self.splits(bundle) else WIDTHS[bundle.master]) * bundle.body(self.rank)
+
     @property
     def align(self) -> int:
         return BLOCK if self.options.offload is not None and self.options.offload.moments == "int8" else ALIGN
@@ -297,6 +316,11 @@ class Division(ABC):
     def codec(self, weight: Weight) -> Compression | None:
         """What its gradient travels through."""
         return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
+
+    def freezes(self, weight: Weight) -> bool:
+        """Whether its second moments are kept beside the optimizer's."""
+        codec = self.codec(weight)
+        return codec is not None and codec.freezes
 
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""

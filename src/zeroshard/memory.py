@@ -102,9 +102,7 @@ def _weights(setup: Setup) -> Buffers:
         size = WIDTHS[bundle.compute] * numel
         if setup.rows_rest(bundle) != "disk":
             total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
-        total += Buffers(parameters=setup.codes_held(bundle))
-        if setup.own_master(bundle):
-            total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
+        total += Buffers(parameters=setup.codes_held(bundle), state=setup.master_bytes(bundle))
     return total
 
 
@@ -195,8 +193,7 @@ def _state_by_unit(setup: Setup, away: bool) -> Counter[str]:
         else:
             total[part.unit] += part.state_bytes(int8) + _landed_bytes(setup, part)
     for b in setup.bundles:
-        if setup.own_master(b):
-            total[b.unit] += WIDTHS[b.master] * b.body(setup.rank)
+        total[b.unit] += setup.master_bytes(b)
     return total
 
 
@@ -210,7 +207,8 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
             width = WIDTHS[bundle.master]
             for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
                 if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
-                    total[bundle.unit] += slot.held(setup.rank) * width * setup.rules[weight.rule].moments
+                    kept = setup.rules[weight.rule].moments + setup.freezes(weight)
+                    total[bundle.unit] += slot.held(setup.rank) * width * kept
     return total
 
 

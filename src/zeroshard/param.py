@@ -8,6 +8,7 @@ Tensors of a bundle (P = this rank's piece, F = the whole of its slots; both fla
   Stage 3: lent by the pool while the bundle is GATHERING or FULL.
 - `master`  master dtype, P. Only where it differs from the compute dtype; else the homes are views of `rows`
   or `full`.
+- `remainder`  int16, P, in place of `master` where that is split: `rows` or `full` is then its other half.
 
 [Note: released units in backward] Between forward and backward a stage-3 bundle gives its buffer back. What
 autograd saved out of it (a weight, or a view of one) is therefore saved as a `Saved`: bundle, offset, size,
@@ -30,7 +31,7 @@ from .comm import Region, Transport, Work
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
 from .published import CodedRows
-from .shard import Param
+from .shard import Param, SplitMaster
 from .tier import Copies, Mark, Streaming, Stretch, pinned
 
 
@@ -54,11 +55,12 @@ class Saved(NamedTuple):
 @dataclass(frozen=True)
 class Rests:
     """Where a bundle rests. `resident`: its leaves are always whole on the device. `state` and `rows` name
-    a tier."""
+    a tier; `splits`: both are the device, and the master is split there."""
 
     resident: bool
     state: Literal["device", "host", "disk"] = "device"
     rows: Literal["device", "host", "disk"] = "device"
+    splits: bool = False
 
 
 class Bundle:
@@ -103,6 +105,7 @@ class Bundle:
         self.full: Tensor | None = None
         self.rows: Tensor | None = None
         self.master: Tensor | None = None
+        self.remainder: Tensor | None = None
         self.region: Region | None = None
         self._mirrored = False
         if self.rests.rows == "disk":
@@ -130,7 +133,10 @@ class Bundle:
         # Rows that rest off the device are a copy of a master on it; so are those that were decoded.
         copied = self.rests.rows != "device" or (self.coded is not None and self.resident)
         own_master = self.master_dtype != self.dtype or copied
-        if own_master and self.rests.state == "device":
+        if self.rests.splits:
+            self.remainder = torch.zeros(self.pack.body(rank), dtype=torch.int16, device=device)
+            ledger.book("state", self.remainder.nbytes)
+        elif own_master and self.rests.state == "device":
             self.master = torch.zeros(self.pack.body(rank), dtype=self.master_dtype, device=device)
             ledger.book("state", self.master.nbytes)
 
@@ -153,6 +159,13 @@ class Bundle:
             self.full[at : at + n].view(slot.local_shape(rank))
             for slot, (at, n) in zip(self.pack.slots, self.pack.cuts_of_full()[rank], strict=True)
         ]
+
+    def split_masters(self) -> list[SplitMaster]:
+        """Of every slot, where the master is split on the device; else none."""
+        if self.remainder is None:
+            return []
+        rests = self._of_piece(self.remainder)
+        return [SplitMaster(near, rest) for near, rest in zip(self.compute_views(), rests, strict=True)]
 
     def _of_piece(self, piece: Tensor) -> list[Tensor]:
         rank = self.transport.rank

@@ -213,7 +213,7 @@ class Question:
 
 def placing_of(offload: Offload | None) -> Placing:
     """Which of the planner's placings an offload is."""
-    if offload is None:
+    if offload is None or offload.optimizer == offload.parameters == "device":
         return "device"
     if offload.automatic:
         return "some on disk" if offload.path is not None else "some on host"

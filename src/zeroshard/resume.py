@@ -192,7 +192,7 @@ def _blank(seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) ->
     device = local.device
     if key == "step" and not (seat.group.get("capturable") or seat.group.get("fused")):
         device = torch.device("cpu")  # where torch's optimizers keep it
-    return torch.zeros(shape, dtype=local.dtype if like else DTYPE[entry.dtype], device=device)
+    return torch.zeros(shape, dtype=param.master_dtype if like else DTYPE[entry.dtype], device=device)
 
 
 def _saved_groups(manifest: Manifest) -> list[tuple[str, list[list[str]]]]:

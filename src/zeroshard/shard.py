@@ -66,27 +66,33 @@ def mesh_over(group: Any, device: torch.device) -> DeviceMesh:
 
 class Master(Protocol):
     """The fp32 rows of a parameter whose home shows fewer bits or only a copy: a split master, or one on the
-    disk. Elements are counted from this rank's first; what is read is flat and on the host."""
+    disk. Elements are counted from this rank's first; what is read is flat, on the host or on the device."""
 
     def read(self, start: int, stop: int) -> Tensor: ...
 
     def write(self, start: int, values: Tensor) -> None:
-        """Also into the home."""
+        """Flat fp32 values on any device; also into the home."""
 
 
 class SplitMaster:
-    """A bf16 weight and, on the host, its 16-bit remainder."""
+    """A bf16 weight and its 16-bit remainder, on the host or beside the weight. What is read is where the
+    remainder is."""
 
     def __init__(self, weight: Tensor, remainder: Tensor) -> None:
-        self._weight, self._remainder = weight.view(-1), remainder
+        self._weight, self._remainder = weight.view(-1), remainder.view(-1)
 
     def read(self, start: int, stop: int) -> Tensor:
-        return join(self._weight[start:stop].cpu(), self._remainder[start:stop])
+        rest = self._remainder[start:stop]
+        return join(self._weight[start:stop].to(rest.device), rest)
 
     def write(self, start: int, values: Tensor) -> None:
-        weight, remainder = split(values)
-        self._weight[start : start + values.numel()].copy_(weight)
-        self._remainder[start : start + values.numel()].copy_(remainder)
+        weight, rest = (half[start : start + values.numel()] for half in (self._weight, self._remainder))
+        if weight.device == rest.device:
+            split(values.to(rest.device), (weight, rest))
+            return
+        near = torch.empty_like(weight, device=rest.device)
+        split(values.to(rest.device), (near, rest))
+        weight.copy_(near)
 
 
 class Param:
@@ -105,6 +111,10 @@ class Param:
     def trainable(self) -> bool:
         return self.home.requires_grad
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self.local.dtype if self.master is None else torch.float32
+
     @torch.no_grad()
     def read_master(self) -> Tensor:
         """This rank's rows in master precision."""
@@ -117,7 +127,7 @@ class Param:
         if self.master is None:
             self.local.copy_(rows)
             return
-        self.master.write(0, rows.float().cpu().reshape(-1).contiguous())
+        self.master.write(0, rows.float().reshape(-1).contiguous())
 
     def stand(self, parameter: nn.Parameter) -> None:
         """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""

@@ -129,7 +129,7 @@ def parameter_held(param: Param, rank: int) -> Held:
 
     def write(first: int, rows: Tensor) -> None:
         with torch.no_grad():
-            master.write((first - start) * row, rows.float().cpu().reshape(-1).contiguous())
+            master.write((first - start) * row, rows.float().reshape(-1).contiguous())
 
     return Held(param.name, "parameter", param.slot.shape, "float32", (start, stop), read, write)
 

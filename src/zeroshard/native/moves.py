@@ -16,7 +16,8 @@ SMALL = 1 << 20
 
 
 class Moves:
-    """Copies between two lists of CPU tensors, one of which changes from call to call.
+    """Copies between two lists of tensors, one of which changes from call to call; torch does them where not
+    all are in the CPU's memory.
 
     `to` are flat and contiguous, or have two dimensions of which the last is contiguous: then their rows take
     consecutive parts of the source. Sources are contiguous, and as long as their targets.
@@ -27,14 +28,17 @@ class Moves:
     tensor([0., 1., 2., 3.])
     """
 
-    def __init__(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    def __init__(
+        self, to: Sequence[Tensor], source: Sequence[Tensor], device: torch.device | None = None
+    ) -> None:
+        """`device`: of the sources to come, where those given only stand for them."""
         count = len(to)
         pairs = list(zip(to, source, strict=True))
         self.nbytes = sum(target.nbytes for target in to)
         self._dtypes = [target.dtype for target in to]
         self._plain = all(
             target.device.type == "cpu"
-            and target.device == of.device
+            and target.device == (device or of.device)
             and target.dtype == of.dtype
             and (target.dim() < 2 or target.stride(-1) == 1)
             for target, of in pairs
