@@ -2,6 +2,9 @@
 
     python benchmarks/links.py --worlds 2 4 --mbit 10000 1000 100 --ms 0.1 1 10 --out
 
+With `--out` results are written after each link, and links that the file has already are not run again: a
+run that was cut off goes on where it stopped.
+
 Needs root. See `namespaces.py` for how the links are made; they are gone when this ends, also when killed.
 """
 
@@ -15,19 +18,18 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 
-from compare import environment
-from links_rank import Task, across_nodes, entries
+import ranks_apart
+from links_rank import ADAPTIVE, CHOICES, Task, across_nodes, entries
 from models import WORKLOADS
 from namespaces import Link, Network, address, end_with_parent, network, why_not
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
+CLOSE = 1.10  # Adaptive against the best of its choices
 EXACT = 1e-4  # relative, of the first losses: a system that trains another model is no faster
 
 
@@ -35,74 +37,17 @@ def run_link(world: int, link: Link, options: argparse.Namespace) -> dict[str, o
     """All systems on one kind of link: the slowest rank's times, or what went wrong."""
     per_node = options.ranks_per_node
     model = options.model or ("paced-7m" if link.mbit >= 1000 else "paced-2m")
-    with network(world // per_node, link) as net, tempfile.TemporaryDirectory(prefix="links-") as folder:
+    systems = options.systems
+    with network(world // per_node, link) as net:
         measured = probe(net)
-        answers = [Path(folder, f"rank{rank}.json") for rank in range(world)]
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
-        ranks = []
-        for rank in range(world):
-            task = Task(
-                model,
-                options.systems,
-                rank,
-                world,
-                address(0),
-                options.seconds,
-                str(answers[rank]),
-                per_node,
-                options.visits,
-            )
-            words = [sys.executable, str(HERE / "links_rank.py"), json.dumps(asdict(task))]
-            command = net.command(rank // per_node, words)
-            with logs[rank].open("wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env=surroundings(rank, world),
-                        stdout=log,
-                        stderr=log,
-                        preexec_fn=end_with_parent,
-                    )
-                )
-        problem = wait(ranks, options.timeout)
-        told = [json.loads(a.read_text()) if a.exists() else {} for a in answers]
-        rows = {s: best([t[s] for t in told]) for s in options.systems if all(s in t for t in told)}
-        lines = [
-            line for log in logs for line in log.read_text(errors="replace").splitlines() if "Error" in line
+        tasks = [
+            Task(model, systems, rank, world, address(0), options.seconds, "", per_node, options.visits)
+            for rank in range(world)
         ]
-        note = f"{problem}: {lines[-1][:300] if lines else 'no error in its output'}" if problem else ""
-        facts = {"model": model, "world": world, "per_node": per_node, "load_average": os.getloadavg()[0]}
-        return {**facts, "link": asdict(link), "measured": measured, "rows": rows, "problem": note}
-
-
-def surroundings(rank: int, world: int) -> dict[str, str]:
-    """As for `compare.py`, but on several hosts."""
-    changed = {
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-    }
-    return {**environment(rank), **changed}
-
-
-def wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> str:
-    """Until all ranks ended, or one failed, or time is up."""
-    deadline = time.monotonic() + timeout
-    try:
-        while any(rank.poll() is None for rank in ranks):
-            failed = [number for number, rank in enumerate(ranks) if rank.poll()]
-            if failed:
-                time.sleep(3.0)  # the others say why, too
-                return f"rank {failed[0]} failed"
-            if time.monotonic() > deadline:
-                return f"not done within {timeout:.0f} s"
-            time.sleep(0.05)
-        return next((f"rank {n} failed" for n, rank in enumerate(ranks) if rank.returncode), "")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        told = ranks_apart.run(net, "links_rank.py", tasks, per_node, options.timeout)
+    rows = {s: best([t[s] for t in told.answers]) for s in systems if all(s in t for t in told.answers)}
+    facts = {"model": model, "world": world, "per_node": per_node, "load_average": os.getloadavg()[0]}
+    return {**facts, "link": asdict(link), "measured": measured, "rows": rows, "problem": told.problem}
 
 
 def probe(net: Network) -> dict[str, float]:
@@ -144,6 +89,17 @@ def check(result: dict[str, object]) -> None:
             gap = max(abs(a - b) / abs(b) for a, b in pairs)
             if gap > EXACT:
                 row["note"] = f"INVALID: losses differ from DDP's by {gap:.1e}"
+    judge_adaptive(rows)
+
+
+def judge_adaptive(rows: dict[str, dict[str, object]]) -> None:
+    """Say how far Adaptive is from the best of the choices that it was given, each as a run of its own."""
+    fixed = {name: float(str(rows[name]["step_ms"])) for name in CHOICES if name in rows}
+    if ADAPTIVE in rows and len(fixed) == len(CHOICES):
+        best_ = min(fixed, key=lambda name: fixed[name])
+        times = float(str(rows[ADAPTIVE]["step_ms"])) / fixed[best_]
+        verdict = "" if times <= CLOSE else f": MISSED, at most {CLOSE:g}"
+        rows[ADAPTIVE]["note"] = f"{times:.2f} x {best_}{verdict}; {rows[ADAPTIVE]['note']}"
 
 
 def tabulate(result: dict[str, object]) -> Table:
@@ -245,19 +201,37 @@ def main() -> int:
     if problem := why_not():
         print(f"links.py: {problem}", file=sys.stderr)
         return 2
-    console, results = Console(width=150), []
+    console, path = Console(width=150), None
+    if options.out is not None:
+        default = HERE / "results" / f"{datetime.date.today().isoformat()}-links.json"
+        path = Path(options.out) if options.out else default
+    results = finished(path)
     for world in options.worlds:
         for mbit in options.mbit:
             for ms in options.ms:
+                if any(same(result, world, Link(mbit, ms), options) for result in results):
+                    continue
                 result = run_link(world, Link(mbit, ms), options)
                 check(result)
                 results.append(result)
                 console.print(tabulate(result))
-    if options.out is not None:
-        told = record(options, results)
-        default = HERE / "results" / f"{told['date']}-links.json"
-        write(Path(options.out) if options.out else default, told, console)
+                if path is not None:
+                    write(path, record(options, results), console)
     return 1 if any(result["problem"] for result in results) else 0
+
+
+def finished(path: Path | None) -> list[dict[str, object]]:
+    """Links that an earlier run has left in the file, all of their systems timed."""
+    if path is None or not path.exists():
+        return []
+    told: list[dict[str, object]] = json.loads(path.read_text())["results"]
+    return [result for result in told if not result["problem"]]
+
+
+def same(result: dict[str, object], world: int, link: Link, options: argparse.Namespace) -> bool:
+    place = result["world"], result["per_node"], result["link"]
+    missing = set(options.systems) - set(result["rows"])  # type: ignore[call-overload]
+    return place == (world, options.ranks_per_node, asdict(link)) and not missing
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 WINDOW = 3  # of Adaptive: steps that it measures of each choice
 LOCAL = 8
-TRIAL = 3 * (WINDOW + 1) + 2 * LOCAL  # steps until Adaptive has tried all and settled
+PATIENCE = 120  # steps within which Adaptive must have settled
+ADAPTIVE, CHOICES = "zs-0-adaptive", ("zs-0", "zs-0-int8", "zs-0-topk", f"zs-0-local{LOCAL}")
 BUCKETS = 6  # of a model, so that there is something to overlap
 PORT = 29500  # of a namespace that has no other processes
 
@@ -32,7 +34,7 @@ class Task:
     world: int
     master: str
     seconds: float  # to time each visit of a system for, at least one round
-    answer: str
+    answer: str = ""
     per_node: int = 1
     visits: int = 1  # of each system, all of them between two of one: the machine may be shared
 
@@ -51,12 +53,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a system is made, and how many steps belong together."""
+    """How a system is made, and how many steps belong together. One that `settles` is timed from then on; the
+    steps before are said in its note."""
 
     make: Callable[..., object]
     round: int = 1
     warmup: int = 1
     exact: bool = True
+    settles: bool = False
 
 
 def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
@@ -66,7 +70,7 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     import zeroshard as zs
 
     def ours(stage: int, **options: object) -> Callable[..., object]:
-        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=bucket, **options)
+        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=bucket, whole=False, **options)
 
     found = {name: Entry(SYSTEMS[name]) for name in ("ddp", "fsdp2-zero2", "fsdp2-zero3", "ps")}
     found |= {f"zs-{stage}": Entry(ours(stage)) for stage in range(4)}
@@ -86,10 +90,10 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     }
     found |= {name: Entry(make, exact=False) for name, make in coded.items()}
     found[f"zs-0-local{LOCAL}"] = Entry(ours(0, sync=local), LOCAL, LOCAL, exact=False)
-    found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, 32, exact=False)
+    found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, exact=False)
     choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
     adaptive = zs.Adaptive(choices=choices, window=WINDOW, unrest=1e9)
-    found["zs-0-adaptive"] = Entry(ours(0, sync=adaptive), LOCAL, TRIAL, exact=False)
+    found[ADAPTIVE] = Entry(ours(0, sync=adaptive), LOCAL, settles=True, exact=False)
     return found
 
 
@@ -100,7 +104,7 @@ def across_nodes(bucket: int = 1 << 20) -> dict[str, Entry]:
     import zeroshard as zs
 
     def ours(**options: object) -> Callable[..., object]:
-        return partial(zeroshard, stage=3, bucket_bytes=bucket, ranks_per_node=2, **options)
+        return partial(zeroshard, stage=3, bucket_bytes=bucket, ranks_per_node=2, whole=False, **options)
 
     cached = partial(ours, transport="nodes", node_cache=True)
     return {
@@ -123,6 +127,12 @@ def transmitted() -> int:
     raise LookupError("no eth0 here: start this through links.py")
 
 
+def settled(stats: Any) -> str:
+    """On what Adaptive has settled and what looking for it took; empty before."""
+    lines = [line for line in stats.switches if "settled on" in line]
+    return lines[-1].partition(": ")[2].partition(";")[0] if lines else ""
+
+
 def measure(task: Task, entry: Entry) -> Timing:
     """Train, and time whole rounds of steps."""
     import torch
@@ -133,28 +143,32 @@ def measure(task: Task, entry: Entry) -> Timing:
     batch = workload.batches(task.rank)
     trainer = entry.make(workload.build())
     losses = [float(trainer.step(batch(index))) for index in range(entry.warmup)]
-    began = time.perf_counter()
-    losses += [float(trainer.step(batch(len(losses) + index))) for index in range(entry.round)]
-    one = torch.tensor([time.perf_counter() - began])
-    dist.all_reduce(one, op=dist.ReduceOp.MAX)
-    rounds = max(1, min(int(task.seconds / float(one)), max(40 // entry.round, 1)))
-    steps = rounds * entry.round
-    batches = [batch(len(losses) + index) for index in range(steps)]
-    before, sent = trainer.stats(), transmitted()
+    while entry.settles and not settled(trainer.stats()) and len(losses) < PATIENCE:
+        losses.append(float(trainer.step(batch(len(losses)))))
     dist.barrier()
-    marks = [time.perf_counter()]
-    for number, ready in enumerate(batches, 1):
-        losses.append(float(trainer.step(ready)))
-        if number % entry.round == 0:
-            marks.append(time.perf_counter())
-    sent, took = transmitted() - sent, marks[-1] - marks[0]
+    before, sent, skipped = trainer.stats(), transmitted(), len(losses)
+
+    def rounds(count: int) -> list[float]:
+        batches = [batch(len(losses) + index) for index in range(count * entry.round)]
+        marks = [time.perf_counter()]
+        for number, ready in enumerate(batches, 1):
+            losses.append(float(trainer.step(ready)))
+            if number % entry.round == 0:
+                marks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+    lasted = rounds(1)
+    one = torch.tensor(lasted)
+    dist.all_reduce(one, op=dist.ReduceOp.MAX)
+    lasted += rounds(min(int(task.seconds / float(one)), max(40 // entry.round, 1)))
+    sent, steps, took = transmitted() - sent, len(losses) - skipped, sum(lasted)
     # The machine may be shared, and others can only make a round longer: the first quartile of them.
-    lasted = sorted(after - before for before, after in itertools.pairwise(marks))
+    lasted.sort()
     waited, note = -1.0, ""
     if before is not None:
         now = trainer.stats()
         waited = sum((now - before).waited.values()) / took
-        note = now.sync if now.switches else ""
+        note = settled(now)
     dist.barrier()
     trainer.close()
     return Timing(1e3 * lasted[len(lasted) // 4] / entry.round, steps, sent / steps, waited, losses[:3], note)

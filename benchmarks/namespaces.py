@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -33,7 +34,8 @@ _PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Link:
-    """What every rank has: bits a second each way, and milliseconds one way between any two."""
+    """What every rank has: bits a second each way, and milliseconds one way between any two. An infinite
+    rate is what the kernel gives: no queue that could drop a packet and have it counted twice."""
 
     mbit: float
     ms: float
@@ -44,6 +46,8 @@ class Link:
 
     @property
     def name(self) -> str:
+        if self.mbit == math.inf:
+            return f"as fast as it goes, {self.ms:g} ms"
         rate = f"{self.mbit / 1000:g} Gbit/s" if self.mbit >= 1000 else f"{self.mbit:g} Mbit/s"
         return f"{rate}, {self.ms:g} ms"
 
@@ -137,7 +141,7 @@ def _bridge(ranks: list[int], hub: int, link: Link, _: list[subprocess.Popen[byt
         _run(hub, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         _run(hub, "ip", "link", "set", port, "master", "switch")
         _run(hub, "ip", "link", "set", port, "up")
-        _run(hub, "tc", "qdisc", "add", "dev", port, "root", *link.shape())
+        _shape(hub, port, link)
 
 
 def _relay(ranks: list[int], hub: int, link: Link, started: list[subprocess.Popen[bytes]]) -> None:
@@ -149,10 +153,15 @@ def _relay(ranks: list[int], hub: int, link: Link, started: list[subprocess.Pope
         raise RuntimeError("the relay did not start")
 
 
+def _shape(pid: int, device: str, link: Link) -> None:
+    if link.mbit < math.inf:
+        _run(pid, "tc", "qdisc", "add", "dev", device, "root", *link.shape())
+
+
 def _dress(pid: int, rank: int, link: Link) -> None:
     _run(pid, "ip", "link", "set", "lo", "up")
     _run(pid, "ip", "address", "add", f"{address(rank)}/24", "dev", "eth0")
     _run(pid, "ip", "link", "set", "eth0", "up")
-    _run(pid, "tc", "qdisc", "add", "dev", "eth0", "root", *link.shape())
+    _shape(pid, "eth0", link)
     for buffer in ("rmem", "wmem"):  # room for the longest link: 10 Gbit/s x 20 ms
         _run(pid, "sysctl", "-q", f"net.ipv4.tcp_{buffer}=4096 1048576 67108864")

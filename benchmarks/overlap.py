@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
-from links import surroundings, wait
-from namespaces import Link, address, end_with_parent, network, why_not
+import ranks_apart
+from namespaces import Link, address, network, why_not
 from overlap_rank import Task, modes
 from rich.console import Console
 from rich.table import Table
@@ -38,33 +35,25 @@ def run_link(share: float, options: argparse.Namespace) -> dict[str, object]:
     nbytes = 4 * options.blocks * (options.width + 1) * options.width  # reduce and publish, half of it each
     mbit = nbytes * 8 / 1e6 / (share * computing(options))
     link = Link(round(mbit), options.ms)
-    with network(WORLD, link) as net, tempfile.TemporaryDirectory(prefix="overlap-") as folder:
-        answers = [Path(folder, f"rank{rank}.json") for rank in range(WORLD)]
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(WORLD)]
-        ranks = []
-        for rank in range(WORLD):
-            task = Task(
-                options.modes,
-                rank,
-                WORLD,
-                address(0),
-                options.blocks,
-                options.width,
-                options.forward_ms / 1e3,
-                options.steps,
-                str(answers[rank]),
-            )
-            words = [sys.executable, str(HERE / "overlap_rank.py"), json.dumps(asdict(task))]
-            with logs[rank].open("wb") as log:
-                command, env = net.command(rank, words), surroundings(rank, WORLD)
-                ranks.append(
-                    subprocess.Popen(command, env=env, stdout=log, stderr=log, preexec_fn=end_with_parent)
-                )
-        problem = wait(ranks, options.timeout)
-        if problem:
-            raise SystemExit(f"overlap.py: {problem}:\n{logs[0].read_text()[-2000:]}")
-        told = [json.loads(answer.read_text()) for answer in answers]
-    rows = {mode: max((t[mode] for t in told), key=lambda row: row["step"]) for mode in options.modes}
+    tasks = [
+        Task(
+            options.modes,
+            rank,
+            WORLD,
+            address(0),
+            options.blocks,
+            options.width,
+            options.forward_ms / 1e3,
+            options.steps,
+            options.host_share * computing(options),
+        )
+        for rank in range(WORLD)
+    ]
+    with network(WORLD, link) as net:
+        told = ranks_apart.run(net, "overlap_rank.py", tasks, 1, options.timeout)
+    if told.problem:
+        raise SystemExit(f"overlap.py: {told.problem}:\n{told.logs[0][-2000:]}")
+    rows = {mode: max((t[mode] for t in told.answers), key=lambda row: row["step"]) for mode in options.modes}
     return {"share": share, "mbit": link.mbit, "ms": link.ms, "computing": computing(options), "rows": rows}
 
 
@@ -99,7 +88,8 @@ def write(path: Path, results: list[dict[str, object]], options: argparse.Namesp
         f"{options.blocks} blocks of {options.width}², fp32, AdamW. A block's forward is a sleep of "
         f"{options.forward_ms:g} ms, its backward of twice that. The first quartile of {options.steps} steps "
         "(the machine was shared), the slower rank. `one bucket` sends nothing before backward has ended: "
-        "what no overlap costs.",
+        f"what no overlap costs. An update on the host is made to take {options.host_share:.0%} of the "
+        "computation by a sleep.",
     ]
     for result in results:
         table = tabulate(result)
@@ -130,6 +120,9 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--forward-ms", type=float, default=15.0)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--host-share", type=float, default=0.9, help="of the computation that an update on the host takes"
+    )
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--out", nargs="?", const="", metavar="FILE.json")
     options = parser.parse_args()

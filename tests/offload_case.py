@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -28,6 +28,8 @@ from zeroshard.balance import heaviest
 from zeroshard.config import Options
 from zeroshard.host import HostUpdates
 from zeroshard.memory import Setup, demands_of
+from zeroshard.native import split
+from zeroshard.param import Bundle
 from zeroshard.part import Part
 from zeroshard.planning import blocks_of, rules_of
 from zeroshard.testing import assert_same_bits, ranks
@@ -174,6 +176,7 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
         elif pace == "ties away":
             for name in ("adam_update", "sgd_update"):
                 stack.enter_context(patch.object(host, name, partial(getattr(host, name), ties="away")))
+            stack.enter_context(patch.object(Bundle, "refresh", partialmethod(refresh_away, Bundle.refresh)))
         elif pace == "delayed":
             draw, lock = random.Random(seed), threading.Lock()
 
@@ -192,6 +195,15 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
             for name in ("adam_update", "sgd_update"):
                 stack.enter_context(patch.object(host, name, partial(later, getattr(host, name))))
         yield
+
+
+def refresh_away(self: Bundle, plain: Callable[..., None], written: bool = False) -> None:
+    """Weights of a plain master on the device, rounded as a split one must."""
+    plain(self, written)
+    if self.master is not None:
+        for weight, master in zip(self._compute, self._local, strict=True):
+            if weight.dtype == torch.bfloat16:
+                weight.copy_(split(master.reshape(-1))[0].view(weight.shape))
 
 
 def offloaded(case: Case, options: dict[str, Any], pace: Pace = "overlapped", seed: int = 0) -> Trained:

@@ -4,6 +4,8 @@ codec keeps goes on after a checkpoint; and what is refused."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,11 @@ from zeroshard.errors import OptionError
 from zeroshard.plan import from_plain, settings_of
 from zeroshard.routes import check_patterns, routes_of
 from zeroshard.testing import assert_same_bits, ranks
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from namespaces import why_not  # noqa: E402
 
 WIDTH, BLOCKS = 192, 4
 FEWER = {
@@ -66,6 +73,32 @@ def test_gradients_become_so_many_times_fewer_bytes(stage: int) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_interfaces_of_their_own_saw_as_many_times_fewer_bytes(tmp_path: Path) -> None:
+    """Two ranks in network namespaces, whose interfaces carry nothing but the gradients of one backward and
+    what the protocols add. Of a lost packet the bytes travel twice, so one repeat is allowed."""
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "bytes_sent.py"),
+        "--quick",
+        "--out",
+        str(tmp_path / "x.json"),
+    ]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = json.loads((tmp_path / "x.json").read_text())["tables"].values()
+    rows = {row["name"].removeprefix("stage 2, "): row for row in table}
+    for name, times in {"int8": 3.9, "int4": 7.5, "1-bit": 28, "top-k 1 %": 45}.items():
+        assert rows["fp32"]["seen"] >= times * rows[name]["seen"], name
+        assert rows[name]["said"] <= rows[name]["seen"] <= 1.05 * rows[name]["said"], name
+    assert rows["bf16"]["seen"] >= 1.95 * rows["int8"]["seen"]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(why_not() is None, reason="counted on interfaces of their own")
 def test_the_loopback_interface_saw_the_same() -> None:
     """Gradients alone travel at stage 0. Others may use the interface too: the smallest count is the best."""
     best = {}
@@ -175,6 +208,8 @@ def test_plans_carry_codecs() -> None:
         ({"gather": "int8"}, "gather='int8' must be a codec"),
         ({"gather": zs.Rows()}, r"gather=Rows\(\) must be a codec"),
         ({"gather": zs.OneBit()}, "keeps no state and needs no warm-up"),
+        ({"gather": zs.Delta(), "offload": zs.Offload()}, "believe on the device, which offload= is there"),
+        ({"compress": zs.Delta()}, "pass it as gather="),
         ({"gather": zs.Int8(), "stage": 0}, "at stage 0 every rank updates all of them itself"),
         ({"gather": zs.Int8(), "stage": 2, "offload": zs.Offload()}, "gather= with offload= needs stage=3"),
     ],

@@ -36,12 +36,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "balance",
         "stats",
         "pool",
+        "outlook",
         "units",
     ),
-    ("machine", "planner", "pricing", "choice", "trace", "frames", "page"),
+    ("machine", "planner", "pricing", "choice", "trace", "meter", "traffic", "fused", "frames", "page"),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published"),
+    ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state"),
@@ -85,6 +86,7 @@ NO_TORCH = {
 DISTRIBUTED = {"comm", "shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
+HOOKED = {"hooks", "trace"}  # a trace hooks fake tensors only, which end with it
 HOOKS = re.compile(r"_?register_\w*hook\w*")
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc"}
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 450, 80, 10
@@ -165,7 +167,7 @@ def torch_faults(module: str, tree: ast.Module, package: tuple[str, ...]) -> lis
         if isinstance(node, ast.Attribute) and node not in exempt:
             if ast.unparse(node) == "torch.distributed" and module not in DISTRIBUTED:
                 faults.append(f"{module} uses torch.distributed")
-            if HOOKS.fullmatch(node.attr) and module != "hooks":
+            if HOOKS.fullmatch(node.attr) and module not in HOOKED:
                 faults.append(f"{module} uses {node.attr}; registration belongs into hooks")
     return faults
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))
 
 from namespaces import Link, address, network, why_not  # noqa: E402
 

@@ -178,6 +178,7 @@ CASES = [
         "AdamW",
         {"stage": 3, "gather": zs.Int8(), "transport": "gloo", "prefetch": 2, "recompute": True},
     ),
+    *[("gpt", "AdamW", {"stage": stage, "gather": zs.Delta(), "precision": "bf16"}) for stage in (2, 3)],
     *[
         (
             "mixed",
@@ -186,7 +187,7 @@ CASES = [
                 "stage": stage,
                 "precision": "bf16",
                 "bucket_bytes": 3000,
-                "compress": {"*.norm*": None, "*": zs.OneBit(warmup_steps=2)},
+                "compress": {"*.norm*": None, "*": zs.OneBit(warmup_steps=2, freeze=True)},
             },
         )
         for stage in (0, 2)

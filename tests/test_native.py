@@ -192,3 +192,10 @@ def test_moves(compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     wide = [source.double() for source in sources]
     moves.run(other, [10 * source for source in wide])
     assert torch.equal(other[1], (10 * wide[1]).to(dtype)), "another dtype is converted"
+
+
+def test_moves_leave_sources_on_another_device_to_torch() -> None:
+    to = [torch.zeros(4)]
+    moves = Moves(to, to, torch.device("meta"))
+    with pytest.raises(NotImplementedError, match="meta"):
+        moves.run(to, [torch.zeros(4, device="meta")], "source")

@@ -215,7 +215,8 @@ def foreseen(options: Options, parameters: str | None = None) -> tuple[zs.Stats,
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
     if parameters is not None:
         shared = {key: value for key, value in options.items() if key not in ("path", "offload")}
-        offload = thirds(shared, 2 if parameters == "ranks" else 1, path=options["path"], **SMALL)
+        given = SMALL | {"path": options["path"], "master": shared.pop("master", "plain")}
+        offload = thirds(shared, 2 if parameters == "ranks" else 1, **given)
         options = shared | {"offload": offload}
     run = zs.shard(model, optimizer, **{"clip_norm": 4.0} | options)
     setup = Setup(units, run.options, run.size, rules, run.rank, placement=run.placement)
@@ -233,6 +234,7 @@ KINDS = ("parameters", "state", "host", "staging", "disk")
 PLANNED: list[tuple[Options, Options]] = [
     ({"optimizer": "host"}, {}),
     ({"optimizer": "host", "master": "split"}, {"precision": "bf16"}),
+    ({"optimizer": "device", "master": "split"}, {"precision": "bf16", "clip_norm": None}),
     ({"optimizer": "host", "parameters": "host"}, {"precision": "bf16"}),
     ({"optimizer": "disk"}, {}),
     ({"optimizer": "disk", "stages": 3}, {"clip_norm": None}),
@@ -255,7 +257,9 @@ def test_every_tier_is_foreseen_to_the_byte(given: Options, options: Options, di
     check_foreseen(*foreseen({**options, "offload": zs.Offload(**SMALL, **given, **path)}))
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16"}, {"precision": "bf16", "master": "split"}], ids=str
+)
 def test_auto_is_foreseen_to_the_byte(options: Options, disk_folder: Path) -> None:
     stats, said = foreseen({**options, "path": str(disk_folder)}, "one")
     check_foreseen(stats, said)
@@ -264,7 +268,9 @@ def test_auto_is_foreseen_to_the_byte(options: Options, disk_folder: Path) -> No
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", [1, 3])
-def test_auto_of_two_ranks_is_foreseen_to_the_byte(stage: int, disk_folder: Path) -> None:
-    for stats, said in ranks(2).run(foreseen, {"stage": stage, "path": str(disk_folder)}, "ranks"):
+@pytest.mark.parametrize("given", [{}, {"precision": "bf16", "master": "split"}], ids=str)
+def test_auto_of_two_ranks_is_foreseen_to_the_byte(stage: int, given: Options, disk_folder: Path) -> None:
+    options = {"stage": stage, "path": str(disk_folder), **given}
+    for stats, said in ranks(2).run(foreseen, options, "ranks"):
         check_foreseen(stats, said)
         assert min(said["host"], said["disk"]) > 0

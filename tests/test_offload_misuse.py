@@ -57,7 +57,8 @@ def test_options_that_cannot_take_effect(make: Make, options: dict[str, Any], me
 OFFLOADS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "hots"}, r"Offload\.optimizer='hots' is not one of .* Did you mean \"host\"\?"),
     ({"optimizer": "device"}, r"offloads nothing"),
-    ({"optimizer": "device", "parameters": "host", "master": "split"}, r"belong to the host update"),
+    ({"optimizer": "device", "moments": "int8", "parameters": "host"}, r"belongs to the host update"),
+    ({"optimizer": "device", "parameters": "host", "master": "split"}, r"so the two rest together"),
     ({"stages": 1}, r"Offload\.stages=1: at least two"),
     ({"stage_bytes": 0}, r"Offload\.stage_bytes=0 must be more than zero"),
 ]

@@ -15,11 +15,14 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard as zs
+from zeroshard.layout import Slot
 from zeroshard.memory import Setup, buffers_of
 from zeroshard.planning import blocks_of, rules_of
+from zeroshard.shard import Faces
 from zeroshard.timeline import step_moments
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +58,24 @@ def test_a_rank_of_a_simulated_world_holds_what_was_predicted(world: int, stage:
     assert staged == setup.stage
     assert step_moments(setup, ())[0].kinds["buckets"] == live["buckets"] + staged
     assert all(loss == loss for loss in losses)  # numbers, though not those of a real world
+
+
+def test_rows_on_the_host_are_shown_and_not_copied_to_the_gpu() -> None:
+    """A home over a GPU's mesh is the host's own memory: a copy on the GPU would take 4 bytes a parameter
+    and never change."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        faces = Faces(1, DeviceMesh.from_group(dist.group.WORLD, "cuda"))
+        rows = torch.arange(12.0)[2:8].view(3, 2)
+        shown = faces.show(rows, Slot("w", (12, 2), 4))
+        home = torch.nn.Parameter(shown)
+        rows[0, 0] = 7.0
+        assert home.shape == (12, 2)
+        assert home.device.type == "cpu"
+        assert Faces.local(home).data_ptr() == rows.data_ptr()
+        assert Faces.local(home)[0, 0] == 7.0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_benchmark_of_plans_against_a_machine(tmp_path: Path) -> None:

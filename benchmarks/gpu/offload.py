@@ -88,7 +88,8 @@ def report(facts):
         f"# Offload, {facts['device']}, torch {facts['torch']}, commit {facts['commit']}",
         "",
         f"`{facts['command']}`: Llama-shaped, 8 × 2048 tokens a backward or two of 4 × 2048, recomputation "
-        "per block, clip_norm 1.0, fp32 master and moments. Medians after two steps; one process per row.",
+        "per block, clip_norm 1.0 unless the row says otherwise, fp32 master and moments. Medians after two "
+        "steps; one process per row.",
         "",
         "| case | bar | step, s | ÷ plain | tokens/s | GPU peak, GiB | host peak, GiB | host bytes a "
         "parameter | losses |",

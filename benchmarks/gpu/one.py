@@ -95,7 +95,7 @@ def offload_of(text):
     words = {"True": True, "False": False}
     given = dict(item.split("=", 1) for item in text.split(",") if item)
     given = {k: int(v) if v.isdigit() else words.get(v, v) for k, v in given.items()}
-    shard = {name: given.pop(name) for name in ("prefetch",) if name in given}
+    shard = {name: given.pop(name) for name in ("prefetch", "clip_norm") if name in given}
     return (zs.Offload(**given) if given else None), shard
 
 
@@ -105,7 +105,7 @@ def zeroshard(args, batch):
     name, _, extra = args.system.partition(":")
     offload, options = offload_of(extra)
     if offload is not None:
-        options |= {"clip_norm": CLIP, "offload": offload}
+        options = {"clip_norm": CLIP, "offload": offload} | options
     options |= {"stage": int(name[3:]), "precision": "bf16"}
     # A model that would not fit twice is filled unit by unit, from the meta device.
     large = nparams(args.size) > 9e9 or args.device == "cpu"

@@ -359,7 +359,7 @@ class Run(Kept):
         held = sum(p.slot.held(self.rank) for p in runtime.params if p.trainable)
         weights = sum(
             p.slot.numel
-            * (p.leaf.element_size() + (p.local.element_size() if p.local.dtype != p.leaf.dtype else 0))
+            * (p.leaf.element_size() + (p.master_dtype.itemsize if p.master_dtype != p.leaf.dtype else 0))
             for p in runtime.params
         )
         grads = sum(p.slot.numel * p.leaf.element_size() for p in runtime.params if p.trainable)

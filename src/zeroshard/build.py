@@ -21,14 +21,16 @@ from .errors import ModelError, OptionError
 from .grad import Gradients, LocalBucket, LocalGradients
 from .layout import ALIGN, Pack, Slot, Split, slots_for
 from .live import LiveUnit, leaf_of
+from .moments import HeldMoments
 from .param import Bundle, Rests
 from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
+from .published import ChangedRows
 from .routes import check_patterns, routes_of
 from .runtime import Runtime
-from .shard import Faces, Param, make_home, retire
+from .shard import Faces, Master, Param, make_home, retire
 from .step import Update, rows_suffice
 from .sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
 from .tier import Copies
@@ -98,6 +100,10 @@ class Builder:
                 retire(param.original)
             del param.original
         self.runtime.pace = self._pace(params)
+        coded = [bundle.coded for bundle in self.runtime.bundles]
+        self.runtime.pace.beliefs = [
+            private for rows in coded if isinstance(rows, ChangedRows) for private in rows.private()
+        ]
         if self.host is not None:
             self.host.start()
             self.runtime.adopt_parts(self.host.parts)
@@ -153,7 +159,7 @@ class Builder:
 
     def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
         return [
-            self._bundle(key, tenants, slots, dtypes, self._rests(unit, key), fresh)
+            self._bundle(key, tenants, slots, dtypes, self._rests(unit, key, dtypes, tenants), fresh)
             for key, dtypes, tenants in self._groups(unit)
         ]
 
@@ -184,7 +190,8 @@ class Builder:
         if self.host is not None and rests.state != "device":
             local = self.host.locals_of(bundle, tenants)
             bundle.use_locals(local)
-        masters = self.host.masters if self.host is not None else {}
+        masters: dict[str, Master] = dict(self.host.masters) if self.host is not None else {}
+        masters |= zip((t.name for t in tenants), bundle.split_masters(), strict=False)
         for index, tenant in enumerate(tenants):
             value, slot = fresh.value(tenant), pack.slots[index]
             start, stop = slot.rows(transport.rank)
@@ -197,7 +204,7 @@ class Builder:
                 if tenant.name in masters:
                     # The weight too: where a value lies half way between two of bf16, `split` does not round
                     # as `copy_` does.
-                    masters[tenant.name].write(0, rows.float().cpu().reshape(-1).contiguous())
+                    masters[tenant.name].write(0, rows.float().reshape(-1).contiguous())
                 elif local[index].data_ptr() != compute[index].data_ptr():
                     local[index].copy_(rows)
             leaf = leaf_of(
@@ -209,12 +216,16 @@ class Builder:
             fresh.done(tenant)
         return bundle
 
-    def _rests(self, unit: Unit, key: str) -> Rests:
+    def _rests(
+        self, unit: Unit, key: str, dtypes: tuple[torch.dtype, torch.dtype], tenants: list[Tenant]
+    ) -> Rests:
         place = self.placement[unit.label]
         rows = self.host.rows_of.get(key, place.parameters) if self.host is not None else place.parameters
         streamed = rows != "device"
         resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
-        return Rests(resident, place.optimizer, rows)
+        near = not streamed and place.optimizer == "device"
+        splits = near and self.host is not None and self.host.splits(tenants, dtypes)
+        return Rests(resident, place.optimizer, rows, splits)
 
     # ------------------------------------------------------------------ the pace
 
@@ -289,7 +300,17 @@ class Builder:
             else Gradients(made, self.transport, self.faces, options.stage, self.ledger)
         )
         gradients.desk = wiring.desk
+        self._hold_moments(gradients, options)
         return gradients
+
+    def _hold_moments(self, gradients: Gradients, options: Options) -> None:
+        """Tell the updates of codecs that freeze second moments."""
+        for update in self.runtime.updates:
+            found = {id(p.home): sort_of(p, options).codec for p in update.params.values()}
+            codecs = {key: codec for key, codec in found.items() if codec is not None and codec.freezes}
+            if codecs:
+                assert gradients.desk is not None
+                update.held = HeldMoments(update.optimizer, codecs, gradients.desk)
 
 
 def _check_offload(options: Options, transport: Transport) -> None:

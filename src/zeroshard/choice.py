@@ -197,12 +197,6 @@ def halved(question: Question) -> Question:
 
 
 def _half(segment: Segment) -> Segment:
-    return Segment(
-        segment.unit,
-        segment.saved // 2,
-        segment.forward // 2,
-        segment.backward // 2,
-        segment.flops // 2,
-        segment.order,
-        tuple(level // 2 for level in segment.levels),
-    )
+    counts = ("saved", "forward", "backward", "flops", "back", "moved")
+    halves = {name: getattr(segment, name) // 2 for name in counts}
+    return replace(segment, **halves, levels=tuple(level // 2 for level in segment.levels))

@@ -166,7 +166,7 @@ class Offload:
       may take of this rank's device and host for parameters and state (host: by default nine tenths of what
       is free, shared by the ranks of the machine).
     - `master`: ``"split"`` stores an fp32 master as the bf16 weight plus a 16-bit remainder: 2 bytes fewer,
-      bit-exact.
+      bit-exact. In every tier; also with ``optimizer="device"``, where nothing else is offloaded.
     - `moments`: ``"int8"`` stores Adam's moments in blocks of 8-bit codes: 6 bytes fewer (`rounding`).
     - `undo`: whether gradients are kept until the norm is known (2 bytes a parameter on the device), so that
       updates can wait for it or be taken back. Without it every update begins at once, and a norm above
@@ -206,20 +206,28 @@ class Offload:
                     f"Offload.{name}={value!r} is not one of "
                     f"{', '.join(values)}.{did_you_mean(str(value), values)}"
                 )
-        if self.optimizer == "device" and self.parameters == "device":
-            raise OptionError(
-                'Offload(optimizer="device", parameters="device") offloads nothing: drop offload=, or '
-                'say "host".'
-            )
-        if self.optimizer == "device" and (self.master == "split" or self.moments == "int8"):
-            raise OptionError(
-                'Offload: master="split" and moments="int8" belong to the host update; they need '
-                'optimizer="host".'
-            )
+        self._check_device()
         self._check_tiers()
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
         if self.stages < 2:
             raise OptionError(f"Offload.stages={self.stages}: at least two buckets must be in flight.")
+
+    def _check_device(self) -> None:
+        """What state that stays on the device rules out."""
+        if self.optimizer != "device":
+            return
+        if self.parameters == "device" and self.master == "plain":
+            raise OptionError(
+                'Offload(optimizer="device", parameters="device") offloads nothing: drop offload=, say '
+                '"host", or master="split" for 2 bytes fewer a parameter.'
+            )
+        if self.moments == "int8":
+            raise OptionError('Offload: moments="int8" belongs to the host update: pass optimizer="host".')
+        if self.master == "split" and self.parameters == "host":
+            raise OptionError(
+                'Offload(optimizer="device", parameters="host", master="split"): the weights are half of a '
+                'split master, so the two rest together. Pass parameters="device", or optimizer="host".'
+            )
 
     def _check_tiers(self) -> None:
         """Budgets and folders where they have a meaning, and only there."""
@@ -313,7 +321,7 @@ class Options:
                 "device. Drop one of them; sync=Delayed() works with offload."
             )
         put(self, "compress", routes_of(self.compress))
-        check_compress(self.compress, self.sync)
+        check_compress(self.compress, self.sync, self.offload is not None)
         check_gather(self.gather, self.stage, self.offload is not None)
         if self.offload is not None and codec_choices(self.sync):
             raise OptionError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from .codec import Compression, Rows
+from .codec import Compression, Delta, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
@@ -93,10 +93,16 @@ class Division(ABC):
         return [rank for rank in range(self.rank % each, self.world, each) if rank != self.rank]
 
     def codes_held(self, bundle: Bundle) -> int:
-        """Bytes of this rank's code, and of those that it keeps for its node."""
+        """Bytes of this rank's code, of those that it keeps for its node, and of what all ranks believe."""
         if not self.codes(bundle):
             return 0
-        return sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
+        codes = sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
+        return codes + (4 * sum(map(bundle.body, range(self.world))) if self.changes else 0)
+
+    @property
+    def changes(self) -> bool:
+        """Whether changes of the rows travel, and are added to what all ranks believe."""
+        return isinstance(self.options.gather, Delta)
 
     def codes(self, bundle: Bundle) -> bool:
         """Whether its rows travel through a codec."""
@@ -153,6 +159,25 @@ class Division(ABC):
         decoded = self.codes(bundle) and self.keeps(bundle)
         differs = bundle.master != bundle.compute or self.streams(bundle) or decoded
         return differs and self.state_rest(bundle) == "device"
+
+    def splits(self, bundle: Bundle) -> bool:
+        """Whether that master is the weights and a remainder, joined for a chunk at a time: so the optimizers
+        must be element-wise."""
+        offload = self.options.offload
+        return (
+            self.own_master(bundle)
+            and not self.streams(bundle)
+            and offload is not None
+            and offload.master == "split"
+            and (bundle.compute, bundle.master) == ("bfloat16", "float32")
+            and all(w.rule < 0 or self.rules[w.rule].by_rows for w in bundle.weights)
+        )
+
+    def master_bytes(self, bundle: Bundle) -> int:
+        """Of the master on the device beside the compute weights, if there is one."""
+        if not self.own_master(bundle):
+            return 0
+        return (2 if self.splits(bundle) else WIDTHS[bundle.master]) * bundle.body(self.rank)
 
     @property
     def align(self) -> int:
@@ -297,6 +322,11 @@ class Division(ABC):
     def codec(self, weight: Weight) -> Compression | None:
         """What its gradient travels through."""
         return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
+
+    def freezes(self, weight: Weight) -> bool:
+        """Whether its second moments are kept beside the optimizer's."""
+        codec = self.codec(weight)
+        return codec is not None and codec.freezes
 
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""

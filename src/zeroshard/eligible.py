@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from .config import Offload, Options
 from .errors import OptionError
 from .form import Form
+from .step import rows_suffice
 
 FAST = (Adam, AdamW, SGD)  # optimizers that the native kernels run
 
@@ -63,26 +64,12 @@ def check_kernels(offload: Offload, options: Options, optimizers: Sequence[Optim
     ]
     if not wanted:
         return
-    what, kinds = f"Offload({' and '.join(wanted)})", {type(o) for o in optimizers}
-    if options.clip_norm is None:
+    if offload.optimizer != "device":
+        _check_host(f"Offload({' and '.join(wanted)})", offload, options, optimizers)
+    elif not any(map(rows_suffice, optimizers)):
         raise OptionError(
-            f"{what} is done by the overlapped host update, which needs clip_norm= (math.inf to clip "
-            "nothing)."
-        )
-    if scaled(options):
-        raise OptionError(
-            f"{what} is done by the overlapped host update, which fp16 with its loss scaling rules out: pass "
-            'precision="bf16".'
-        )
-    if not kinds & set(FAST):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no optimizer"
-        raise OptionError(
-            f"{what} is done by the overlapped host update, which knows Adam, AdamW and SGD; this run has "
-            f"{names}."
-        )
-    if offload.moments == "int8" and not kinds & {Adam, AdamW}:
-        raise OptionError(
-            'Offload(moments="int8") is for Adam and AdamW, and this run has SGD alone: drop it.'
+            'Offload(master="split") on the device is for element-wise optimizers such as AdamW; this run '
+            f"has {_names(optimizers)}."
         )
     precision = options.precision
     if offload.master == "split" and (
@@ -94,3 +81,31 @@ def check_kernels(offload: Offload, options: Options, optimizers: Sequence[Optim
             f"{compute}. "
             'Pass precision="bf16", or master="plain".'
         )
+
+
+def _check_host(what: str, offload: Offload, options: Options, optimizers: Sequence[Optimizer]) -> None:
+    """What the overlapped update on the host needs."""
+    kinds = {type(o) for o in optimizers}
+    if options.clip_norm is None:
+        raise OptionError(
+            f"{what} is done by the overlapped host update, which needs clip_norm= (math.inf to clip "
+            "nothing)."
+        )
+    if scaled(options):
+        raise OptionError(
+            f"{what} is done by the overlapped host update, which fp16 with its loss scaling rules out: pass "
+            'precision="bf16".'
+        )
+    if not kinds & set(FAST):
+        raise OptionError(
+            f"{what} is done by the overlapped host update, which knows Adam, AdamW and SGD; this run has "
+            f"{_names(optimizers)}."
+        )
+    if offload.moments == "int8" and not kinds & {Adam, AdamW}:
+        raise OptionError(
+            'Offload(moments="int8") is for Adam and AdamW, and this run has SGD alone: drop it.'
+        )
+
+
+def _names(optimizers: Sequence[Optimizer]) -> str:
+    return ", ".join(sorted({type(o).__name__ for o in optimizers})) or "no optimizer"

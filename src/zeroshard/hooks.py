@@ -19,7 +19,7 @@ from .errors import ModelError, StateError
 from .live import LiveUnit
 from .runtime import Runtime
 from .shard import Faces, Param
-from .state import show_state, take_state
+from .state import show_state, take_state, widen_state
 from .step import Update
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -220,11 +220,12 @@ class Hooks:
         self._keep(optimizer.register_state_dict_pre_hook(lambda _: runtime.settle_host()))
         self._keep(optimizer.register_state_dict_post_hook(shown))
         self._keep(optimizer.register_load_state_dict_pre_hook(taken))
-        self._keep(
-            optimizer.register_load_state_dict_post_hook(
-                lambda _: runtime.take_loaded(optimizer, given.pop())
-            )
-        )
+
+        def loaded(_: Optimizer) -> None:
+            runtime.take_loaded(optimizer, given[0])
+            widen_state(update, given.pop())
+
+        self._keep(optimizer.register_load_state_dict_post_hook(loaded))
 
     # ------------------------------------------------------------------ misuse, and loading
 

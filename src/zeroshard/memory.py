@@ -102,9 +102,7 @@ def _weights(setup: Setup) -> Buffers:
         size = WIDTHS[bundle.compute] * numel
         if setup.rows_rest(bundle) != "disk":
             total += Buffers(host=size) if setup.streams(bundle) else Buffers(parameters=size)
-        total += Buffers(parameters=setup.codes_held(bundle))
-        if setup.own_master(bundle):
-            total += Buffers(state=WIDTHS[bundle.master] * bundle.body(rank))
+        total += Buffers(parameters=setup.codes_held(bundle), state=setup.master_bytes(bundle))
     return total
 
 
@@ -195,8 +193,7 @@ def _state_by_unit(setup: Setup, away: bool) -> Counter[str]:
         else:
             total[part.unit] += part.state_bytes(int8) + _landed_bytes(setup, part)
     for b in setup.bundles:
-        if setup.own_master(b):
-            total[b.unit] += WIDTHS[b.master] * b.body(setup.rank)
+        total[b.unit] += setup.master_bytes(b)
     return total
 
 
@@ -210,7 +207,8 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
             width = WIDTHS[bundle.master]
             for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
                 if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
-                    total[bundle.unit] += slot.held(setup.rank) * width * setup.rules[weight.rule].moments
+                    kept = setup.rules[weight.rule].moments + setup.freezes(weight)
+                    total[bundle.unit] += slot.held(setup.rank) * width * kept
     return total
 
 
@@ -218,15 +216,20 @@ def gathered(setup: Setup) -> int:
     """Bytes of the pool's buffers after a training step; see `lending`."""
     sizes = {unit.name: Sizes() for unit in setup.units}
     stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
+    changes = set[int]()
     for bundle in setup.bundles:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
             ranks = range(setup.world)
-            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
+            stage = sum(setup.code_bytes(bundle, r) for r in ranks)
+            if setup.changes:  # one after another, when parameters are handed on
+                changes.add(stage)
+            else:
+                stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
     at_once = setup.overlaps and setup.resident  # all are published at once
     most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
-    return lasting + sum(numel * WIDTHS["float32"] for numel in scratches)
+    return lasting + sum(changes) + sum(numel * WIDTHS["float32"] for numel in scratches)

@@ -8,6 +8,7 @@ Tensors of a bundle (P = this rank's piece, F = the whole of its slots; both fla
   Stage 3: lent by the pool while the bundle is GATHERING or FULL.
 - `master`  master dtype, P. Only where it differs from the compute dtype; else the homes are views of `rows`
   or `full`.
+- `remainder`  int16, P, in place of `master` where that is split: `rows` or `full` is then its other half.
 
 [Note: released units in backward] Between forward and backward a stage-3 bundle gives its buffer back. What
 autograd saved out of it (a weight, or a view of one) is therefore saved as a `Saved`: bundle, offset, size,
@@ -29,8 +30,8 @@ from .codec import Codec
 from .comm import Region, Transport, Work
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
-from .published import CodedRows
-from .shard import Param
+from .published import ChangedRows, CodedRows, coded_rows
+from .shard import Param, SplitMaster
 from .tier import Copies, Mark, Streaming, Stretch, pinned
 
 
@@ -54,11 +55,12 @@ class Saved(NamedTuple):
 @dataclass(frozen=True)
 class Rests:
     """Where a bundle rests. `resident`: its leaves are always whole on the device. `state` and `rows` name
-    a tier."""
+    a tier; `splits`: both are the device, and the master is split there."""
 
     resident: bool
     state: Literal["device", "host", "disk"] = "device"
     rows: Literal["device", "host", "disk"] = "device"
+    splits: bool = False
 
 
 class Bundle:
@@ -103,6 +105,7 @@ class Bundle:
         self.full: Tensor | None = None
         self.rows: Tensor | None = None
         self.master: Tensor | None = None
+        self.remainder: Tensor | None = None
         self.region: Region | None = None
         self._mirrored = False
         if self.rests.rows == "disk":
@@ -111,7 +114,7 @@ class Bundle:
         moves = self.transport.size > 1 and any(s.split != "copy" for s in self.pack.slots)
         if moves and codec is not None and self.dtype.is_floating_point:
             width = self.dtype.itemsize
-            self.coded = CodedRows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
+            self.coded = coded_rows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
             moves = False
         self.region = self.transport.allocate(self.key, size, self.dtype) if moves else None
         # Where the transport's memory is not on our device (two ranks on one GPU), the region is a mirror.
@@ -130,7 +133,10 @@ class Bundle:
         # Rows that rest off the device are a copy of a master on it; so are those that were decoded.
         copied = self.rests.rows != "device" or (self.coded is not None and self.resident)
         own_master = self.master_dtype != self.dtype or copied
-        if own_master and self.rests.state == "device":
+        if self.rests.splits:
+            self.remainder = torch.zeros(self.pack.body(rank), dtype=torch.int16, device=device)
+            ledger.book("state", self.remainder.nbytes)
+        elif own_master and self.rests.state == "device":
             self.master = torch.zeros(self.pack.body(rank), dtype=self.master_dtype, device=device)
             ledger.book("state", self.master.nbytes)
 
@@ -153,6 +159,13 @@ class Bundle:
             self.full[at : at + n].view(slot.local_shape(rank))
             for slot, (at, n) in zip(self.pack.slots, self.pack.cuts_of_full()[rank], strict=True)
         ]
+
+    def split_masters(self) -> list[SplitMaster]:
+        """Of every slot, where the master is split on the device; else none."""
+        if self.remainder is None:
+            return []
+        rests = self._of_piece(self.remainder)
+        return [SplitMaster(near, rest) for near, rest in zip(self.compute_views(), rests, strict=True)]
 
     def _of_piece(self, piece: Tensor) -> list[Tensor]:
         rank = self.transport.rank
@@ -193,14 +206,24 @@ class Bundle:
                 if written or index not in self.updated_by_host:
                     row.copy_(local)
         if self.coded is not None:
-            piece = self.master if self.master is not None else self.rows
-            assert piece is not None
-            self.coded.encode(piece)
+            self.coded.encode(self._piece)
         if self._mirrored:
             assert self.region is not None
             source = self.rows if self.rows is not None else self.full
             assert source is not None
             self.region.mine.copy_(source)
+
+    @property
+    def _piece(self) -> Tensor:
+        piece = self.master if self.master is not None else self.rows
+        assert piece is not None
+        return piece
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Where changes travel: after `refresh` of all bundles, on all ranks."""
+        if isinstance(self.coded, ChangedRows):
+            self.coded.exchange("publish" if self.resident else "gather", self._piece)
 
     def gather(self, epoch: int) -> None:
         """Start to fetch the peers' rows of this epoch, unless they are here or on their way."""
@@ -218,12 +241,12 @@ class Bundle:
                 self.full = self.pool.take(self.pack.full, self.dtype, self)
             _, out = self._views_of(self.full)
             kind = "publish" if self.resident else "gather"
-            if self.coded is not None:
+            if self.coded is not None and not self.coded.at_hand:
                 if self._stage is None:
                     self._stage = self.pool.take(self.coded.stage_bytes, torch.uint8, self.coded)
                 self._work = self.coded.fetch(kind, self._stage)
             elif self.region is None:
-                if not self.resident:
+                if not self.resident and self.coded is None:
                     self._fetch(out[self.transport.rank])
             else:
                 self._work = self.transport.gather(kind, self.key, self.region, self._cuts, out)
@@ -253,8 +276,9 @@ class Bundle:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            if self.coded is not None and self._stage is not None:
+            if self.coded is not None and (self.coded.at_hand or self._stage is not None):
                 self.coded.spread(self._stage, self._views_of(self.full)[1])
+            if self._stage is not None:
                 self.pool.give(self._stage)
                 self._stage = None
             if not self.resident:

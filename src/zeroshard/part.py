@@ -86,6 +86,7 @@ class PagedMaster:
         return join(near, found)
 
     def write(self, start: int, values: Tensor) -> None:
+        values = values.cpu()
         weight, stored = split(values) if self._splits else (values, values)
         self._poke(self._array, start, stored)
         if self._paged is not None:

@@ -32,6 +32,7 @@ from .placement import Place, Rest
 from .pool import Ledger
 from .routes import bucket_limit, codec_for
 from .shard import Faces, Master, Param, SplitMaster
+from .step import rows_suffice
 from .tier import Arena, Copies, Page, Paging, Scratch, Streaming, Stretch
 from .units import Tenant
 
@@ -87,6 +88,16 @@ class Host:
         check_kernels(self.offload, options, optimizers)
 
     # ------------------------------------------------------------------ state
+
+    def splits(self, tenants: Sequence[Tenant], dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
+        """Whether the master of a bundle is split where it rests on the device, beside its weights. It is
+        joined there for a chunk of parameters at a time, so their optimizers must be element-wise."""
+        owners = [self.owner[id(t.parameter)][0] for t in tenants if id(t.parameter) in self.owner]
+        return (
+            self.offload.master == "split"
+            and dtypes == (torch.bfloat16, torch.float32)
+            and all(map(rows_suffice, owners))
+        )
 
     def plan(
         self,

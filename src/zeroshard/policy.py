@@ -128,10 +128,12 @@ class Adaptive:
 
     - `choices`: sync policies, the most faithful first. It begins with the first. Codecs can be chosen among,
       too: ``EveryStep(compress=Int8())``. Each codec has buffers and state of its own.
-    - `window`: steps that are measured before it decides; the first of each window is left out.
-    - `gain`: a choice must make steps shorter by this share to be preferred to one that stands before it.
-    - `unrest`: while the gradient's norm changes by more than this factor within a window, only the first
-      choice is used: other mathematics is for when training is calm.
+    - `window`: steps that are measured before it decides; the first after a change is left out. Once it has
+      settled, windows grow up to eight times as long, so that measuring costs next to nothing.
+    - `gain`: a choice must make steps shorter by this share to be preferred to one that stands before it, or
+      to the one in force.
+    - `unrest`: while the gradient's norm changes by more than this factor within `window` steps, only the
+      first choice is used: other mathematics is for when training is calm.
 
     The numbers are agreed upon between the ranks (the slowest rank counts), and the decision is a function of
     them alone.

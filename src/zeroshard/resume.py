@@ -192,7 +192,7 @@ def _blank(seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) ->
     device = local.device
     if key == "step" and not (seat.group.get("capturable") or seat.group.get("fused")):
         device = torch.device("cpu")  # where torch's optimizers keep it
-    return torch.zeros(shape, dtype=local.dtype if like else DTYPE[entry.dtype], device=device)
+    return torch.zeros(shape, dtype=param.master_dtype if like else DTYPE[entry.dtype], device=device)
 
 
 def _saved_groups(manifest: Manifest) -> list[tuple[str, list[list[str]]]]:
@@ -251,7 +251,9 @@ def adopt(
         runtime.steps, runtime.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
         updates = runtime.host.updates if runtime.host is not None else None
         if updates is not None and (norm := values.get("host_norm") or runtime.norm):
-            updates.resume(float(norm))
+            updates.outlook.see(float(norm))
+            updates.outlook.swing = float(values.get("host_swing", updates.outlook.swing))
+            updates.go_on()
         extra: dict[str, Any] = dict(values.get("extra", {}))
     except CheckpointError:
         raise

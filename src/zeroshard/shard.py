@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .errors import StateError
 from .layout import Slot
@@ -41,15 +42,14 @@ class Faces:
         if self.mesh is None:
             return local
         placement: Placement = Replicate() if slot.split == "copy" else Shard(0)
-        stride = torch.empty(slot.shape, device="meta").stride()
-        return DTensor.from_local(
-            _apart(local),
-            self.mesh,
-            [placement],
-            run_check=False,
-            shape=torch.Size(slot.shape),
-            stride=stride,
-        )
+        shape, stride = torch.Size(slot.shape), torch.empty(slot.shape, device="meta").stride()
+        own = _apart(local)
+        if (
+            own.device.type != self.mesh.device_type
+        ):  # rows on the host: from_local would copy them to the GPU
+            spec = DTensorSpec(self.mesh, (placement,), tensor_meta=TensorMeta(shape, stride, own.dtype))
+            return DTensor(own, spec, requires_grad=False)
+        return DTensor.from_local(own, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
     @staticmethod
     def local(seen: Tensor) -> Tensor:
@@ -66,27 +66,35 @@ def mesh_over(group: Any, device: torch.device) -> DeviceMesh:
 
 class Master(Protocol):
     """The fp32 rows of a parameter whose home shows fewer bits or only a copy: a split master, or one on the
-    disk. Elements are counted from this rank's first; what is read is flat and on the host."""
+    disk. Elements are counted from this rank's first; what is read is flat, on the host or on the device."""
 
     def read(self, start: int, stop: int) -> Tensor: ...
 
     def write(self, start: int, values: Tensor) -> None:
-        """Also into the home."""
+        """Flat fp32 values on any device; also into the home."""
 
 
 class SplitMaster:
-    """A bf16 weight and, on the host, its 16-bit remainder."""
+    """A bf16 weight and its 16-bit remainder, on the host or beside the weight. What is read is where the
+    remainder is."""
 
     def __init__(self, weight: Tensor, remainder: Tensor) -> None:
-        self._weight, self._remainder = weight.view(-1), remainder
+        self._weight, self._remainder = weight.view(-1), remainder.view(-1)
 
     def read(self, start: int, stop: int) -> Tensor:
-        return join(self._weight[start:stop].cpu(), self._remainder[start:stop])
+        rest = self._remainder[start:stop]
+        return join(self._weight[start:stop].to(rest.device), rest)
 
     def write(self, start: int, values: Tensor) -> None:
-        weight, remainder = split(values)
-        self._weight[start : start + values.numel()].copy_(weight)
-        self._remainder[start : start + values.numel()].copy_(remainder)
+        halves = [half[start : start + values.numel()] for half in (self._weight, self._remainder)]
+        here = values.device  # split where the values are, and move half as many bytes
+        weight, rest = (
+            half if half.device == here else torch.empty_like(half, device=here) for half in halves
+        )
+        split(values, (weight, rest))
+        for half, made in zip(halves, (weight, rest), strict=True):
+            if made is not half:
+                half.copy_(made)
 
 
 class Param:
@@ -105,6 +113,10 @@ class Param:
     def trainable(self) -> bool:
         return self.home.requires_grad
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self.local.dtype if self.master is None else torch.float32
+
     @torch.no_grad()
     def read_master(self) -> Tensor:
         """This rank's rows in master precision."""
@@ -117,7 +129,7 @@ class Param:
         if self.master is None:
             self.local.copy_(rows)
             return
-        self.master.write(0, rows.float().cpu().reshape(-1).contiguous())
+        self.master.write(0, rows.float().reshape(-1).contiguous())
 
     def stand(self, parameter: nn.Parameter) -> None:
         """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""

@@ -129,7 +129,7 @@ def parameter_held(param: Param, rank: int) -> Held:
 
     def write(first: int, rows: Tensor) -> None:
         with torch.no_grad():
-            master.write((first - start) * row, rows.float().cpu().reshape(-1).contiguous())
+            master.write((first - start) * row, rows.float().reshape(-1).contiguous())
 
     return Held(param.name, "parameter", param.slot.shape, "float32", (start, stop), read, write)
 
@@ -244,7 +244,7 @@ def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
     return {
         "step": runtime.steps,
         "norm": runtime.norm,
-        "host_norm": updates.norm if updates is not None else None,
+        **({"host_norm": updates.outlook.norm, "host_swing": updates.outlook.swing} if updates else {}),
         "world": runtime.transport.size,
         "sync": runtime.pace.values(),
         "options": settings_of(runtime.options),

@@ -49,6 +49,22 @@ def take_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
     return _map_state(update, state_dict, take)
 
 
+def widen_state(update: Update, given: dict[str, Any]) -> None:
+    """After `optimizer.load_state_dict(given)`, which has cast state on the device to the dtype of the
+    homes: that of a split master is fp32."""
+    optimizer = update.optimizer
+    keys = [key for group in given["param_groups"] for key in group["params"]]
+    homes = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, home in zip(keys, homes, strict=True):
+        param, state = update.params.get(id(home)), optimizer.state.get(home, {})
+        if param is None or param.master is None:
+            continue
+        for name, value in given["state"].get(key, {}).items():
+            cast = state.get(name)
+            if name != "step" and isinstance(cast, Tensor) and cast.dtype == param.local.dtype:
+                state[name] = value.to(param.local.device, param.master_dtype)
+
+
 def _map_state(
     update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]
 ) -> dict[str, Any]:

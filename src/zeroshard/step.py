@@ -5,22 +5,24 @@ Outside it sees the homes. DTensor dispatch would cost 50 to 175 µs a parameter
 state of a home and of its proxy is one dict, found under either.
 
 Gradients of fewer bits than the master are widened for the update, a chunk of parameters at a time, so that
-the whole gradient never exists in fp32.
+the whole gradient never exists in fp32. Nor does the whole of a split master: its halves are joined for the
+chunk, and what the optimizer made of it is split again.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ModelError
-from .shard import Faces, Param
+from .moments import HeldMoments
+from .shard import Faces, Param, SplitMaster
 
 # Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole
 # tensors.
@@ -40,6 +42,7 @@ ELEMENTWISE = frozenset(
         "ASGD",
     )
 )
+_FIRST = -1  # number of a step hook of ours; torch counts from 0
 WIDEN_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 
 
@@ -64,8 +67,12 @@ class Update:
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Param], faces: Faces) -> None:
         self.optimizer, self.faces = optimizer, faces
+        self.held: HeldMoments | None = None  # where a codec freezes second moments
         self.params: dict[int, Param] = {}
         self._proxies: dict[int, nn.Parameter] = {}
+        # By id(home): split masters, and those of them that are joined for the step under way.
+        self._split: dict[int, SplitMaster] = {}
+        self._joined: dict[int, SplitMaster] = {}
         self._shown: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # id(home) -> its gradient and the proxy that has it
@@ -83,8 +90,14 @@ class Update:
                     'rows. Give it the parameter before shard(), or pass shard(..., split="whole").'
                 )
             self.params[id(param.home)] = param
-            plain = self.faces.mesh is None
-            proxy = param.home if plain else nn.Parameter(param.local, requires_grad=False)
+            if isinstance(param.master, SplitMaster):
+                self._split[id(param.home)] = param.master
+                nothing = torch.empty(0, dtype=param.master_dtype, device=param.local.device)
+                proxy = nn.Parameter(nothing, requires_grad=False)
+            elif self.faces.mesh is None:
+                proxy = param.home
+            else:
+                proxy = nn.Parameter(param.local, requires_grad=False)
             self._proxies[id(param.home)] = proxy
 
     def adopt(self, successors: dict[int, nn.Parameter]) -> None:
@@ -95,7 +108,9 @@ class Update:
     @torch.no_grad()
     def run(self, step: Callable[[], Any]) -> None:
         """One update of the local rows by `step`, which is the optimizer's own."""
-        if self.faces.mesh is None and not self._widens():
+        if self.held is not None:
+            self.held.hold()
+        if not self._needs_proxies():
             step()
             return
         known = [self._known_proxies(group["params"]) for group in self.optimizer.param_groups]
@@ -112,10 +127,29 @@ class Update:
             for index, chunk in enumerate(chunks):
                 for group, homes in zip(groups, chunk, strict=True):
                     group["params"] = [self._proxy(home) for home in homes if self._has_rows(home)]
-                # The user's own step hooks run once: with the last chunk.
-                step() if index == len(chunks) - 1 else raw(self.optimizer)
-                for homes in chunk:
-                    self._forget(homes)
+                try:
+                    # The user's own step hooks run once: with the last chunk.
+                    if index == len(chunks) - 1:
+                        self._step(step)
+                    else:
+                        raw(self.optimizer)
+                    self._divide()
+                finally:
+                    for homes in chunk:
+                        self._forget(homes)
+
+    def _step(self, step: Callable[[], Any]) -> None:
+        """With masters joined for it: split them again before the user's hooks, which may look at homes."""
+        if not self._joined:
+            step()
+            return
+        hooks = cast("OrderedDict[int, Any]", self.optimizer._optimizer_step_post_hooks)
+        hooks[_FIRST] = lambda *_: self._divide()
+        hooks.move_to_end(_FIRST, last=False)
+        try:
+            step()
+        finally:
+            del hooks[_FIRST]
 
     def _known_proxies(self, homes: list[Tensor]) -> list[Tensor] | None:
         """The proxies of homes, if all show the gradients that their proxies have had since an earlier step:
@@ -130,10 +164,16 @@ class Update:
                 result.append(proxy)
         return result
 
-    def _widens(self) -> bool:
-        """Whether a gradient has fewer bits than what it updates."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return any(grad is not None and grad.dtype != p.dtype for p in params for grad in (p.grad,))
+    def _needs_proxies(self) -> bool:
+        homes = (p for group in self.optimizer.param_groups for p in group["params"])
+        return self.faces.mesh is not None or any(map(self._widens, homes))
+
+    def _widens(self, home: Tensor) -> bool:
+        """Whether an update makes something in the master's dtype that does not rest in it."""
+        if id(home) in self._split:
+            return True
+        grad = home.grad
+        return grad is not None and grad.dtype != home.dtype
 
     def _has_rows(self, home: Tensor) -> bool:
         """Element-wise optimizers also see parameters of which this rank has no row: they make an empty state
@@ -154,22 +194,36 @@ class Update:
             proxy = self._proxies[id(home)] = nn.Parameter(home.data, requires_grad=False)
             if home in self._inner:  # state that was loaded before the first step
                 self._inner[proxy] = self._inner.pop(home)
-        if grad.dtype == proxy.dtype and self.faces.mesh is not None and self._has_rows(home):
+        master = self._split.get(id(home))
+        if master is not None:
+            local = Faces.local(home)
+            proxy.data = master.read(0, local.numel()).view(local.shape)
+            self._joined[id(home)] = master
+        elif grad.dtype == proxy.dtype and self.faces.mesh is not None and self._has_rows(home):
             self._shown[id(home)] = home.grad, proxy
         proxy.grad = grad if grad.dtype == proxy.dtype else grad.to(proxy.dtype)
         return proxy
 
+    def _divide(self) -> None:
+        """What a step made of joined masters, in two halves again."""
+        for key, master in self._joined.items():
+            master.write(0, self._proxies[key].data.view(-1))
+        self._joined.clear()
+
     def _forget(self, homes: list[Tensor]) -> None:
-        """Let go of gradients that were made for a step."""
+        """Let go of gradients and masters that were made for a step."""
         for home in homes:
             proxy = self._proxies.get(id(home), home)
             if proxy is not home and id(home) not in self._shown:
                 proxy.grad = None
+            if id(home) in self._split:
+                proxy.data = proxy.data.new_empty(0)
+        self._joined.clear()
 
     def _chunks(self, lists: list[list[Tensor]]) -> list[list[list[Tensor]]]:
         """The parameters of every group cut so that no chunk widens more than the limit. Unknown optimizers
         get one chunk: they may keep counters of their own, and must be called once a step."""
-        widened = [p for ps in lists for p in ps if p.grad is not None and p.grad.dtype != p.dtype]
+        widened = [p for ps in lists for p in ps if self._widens(p)]
         if not widened or not rows_suffice(self.optimizer):
             return [lists]
         limit = WIDEN_BYTES.get(widened[0].device.type, WIDEN_BYTES["cpu"])
@@ -177,7 +231,7 @@ class Update:
         room = 0
         for index, ps in enumerate(lists):
             for p in ps:
-                size = Faces.local(p).nbytes
+                size = Faces.local(p).numel() * (4 if id(p) in self._split else p.element_size())
                 if not chunks or size > room:
                     chunks.append([[] for _ in lists])
                     room = limit

@@ -21,6 +21,7 @@ KINDS = (
     "activations",
     "update",
     "inputs",
+    "workspace",
     "margin",
 )
 WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
@@ -34,7 +35,8 @@ class Segment:
     - `saved`: bytes that autograd keeps from here until backward comes back.
     - `forward`, `backward`: the most that lives meanwhile beyond what was saved before, and beyond what is
       still saved.
-    - `flops`: operations of its forward.
+    - `flops`, `back`: operations of its forward, and of its backward with what is recomputed there.
+      `moved`: bytes that all else reads and writes, forward and backward.
     - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
       `backward` before the first, after the first, and so on. Empty where no step was traced.
     """
@@ -44,6 +46,8 @@ class Segment:
     forward: int = 0
     backward: int = 0
     flops: int = 0
+    back: int = 0
+    moved: int = 0
     order: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
 
@@ -113,13 +117,18 @@ def _once(setup: Setup) -> int:
 
 class _Arrivals:
     """Gradients on their way: `now` bytes wait on leaves for their bucket to fill and to have its turn; on
-    one rank `landed` bytes have become gradients of homes."""
+    one rank `landed` bytes have become gradients of homes, or are flat ones for the host."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.now, self.landed, self._due = setup, 0, 0, 0
+        self.setup, self.now, self._due = setup, 0, 0
+        self._shown = self._flat = 0
         self._bucket_of = setup.bucket_of
         self._missing = [len(bucket.weights) for bucket in setup.buckets]
         self._waiting = [0] * len(self._missing)
+
+    @property
+    def landed(self) -> int:
+        return self._shown + self._flat
 
     def add(self, weight: Weight) -> tuple[int, int]:
         """One more; returns what waits and what has landed at the moment when its bucket leaves: on one rank
@@ -127,7 +136,7 @@ class _Arrivals:
         setup, number = self.setup, self._bucket_of[weight.name]
         bucket, size = setup.buckets[number], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
         if not setup.reduces and bucket.part is None:
-            self.landed += weight.numel * WIDTHS[bucket.landed]
+            self._shown += weight.numel * WIDTHS[bucket.landed]
             return self.now, self.landed
         self.now += size
         most = self.now, self.landed
@@ -139,7 +148,7 @@ class _Arrivals:
             flat = bucket.full * WIDTHS[bucket.landed]
             most = self.now, self.landed + flat
             self.now -= self._waiting[number]
-            self.landed = _kept(setup, self.landed, flat)
+            self._flat = _kept(setup, self._flat, flat)
         return most
 
 
@@ -168,13 +177,15 @@ def _arrivals(setup: Setup, chain: Sequence[Segment]) -> tuple[list[tuple[int, i
     return result, state.landed
 
 
-def _kept(setup: Setup, landed: int, size: int) -> int:
+def _kept(setup: Setup, flat: int, size: int) -> int:
     """One rank, offload: a gradient stays on the device until the norm is known where updates may have to
-    be taken back."""
+    be taken back; else a few are on their way to the host."""
     offload, clip = setup.options.offload, setup.options.clip_norm
     if clip is None or offload is None:
-        return max(landed, size)
-    return landed + size if offload.undo and math.isfinite(clip) else min(landed + size, IN_FLIGHT * size)
+        return max(flat, size)
+    if offload.undo and math.isfinite(clip):
+        return flat + size
+    return max(flat, min(flat + size, IN_FLIGHT * size))
 
 
 def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Weight]]:
@@ -202,9 +213,9 @@ def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Wei
 
 
 def _update(setup: Setup) -> int:
-    """Temporaries of torch's own step on the device: gradients widened to the master's dtype, and what
-    foreach makes."""
-    total = widened = 0
+    """Temporaries of torch's own step on the device: gradients widened to the master's dtype, split masters
+    joined, and what foreach makes."""
+    total = widened = joined = 0
     largest = 0
     for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
         for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
@@ -212,7 +223,8 @@ def _update(setup: Setup) -> int:
                 size = slot.held(setup.rank) * WIDTHS[bundle.master]
                 widens = setup.grad_dtypes(weight)[1] != bundle.master
                 total, widened, largest = total + size, widened + size * widens, max(largest, size)
+                joined += size * setup.splits(bundle)
     elementwise = all(rule.by_rows for rule in setup.rules)
-    chunk = min(total, max(WIDEN_BYTES, largest)) if widened and elementwise else total
+    chunk = min(total, max(WIDEN_BYTES, largest)) if (widened or joined) and elementwise else total
     copies = max((rule.temporaries for rule in setup.rules), default=0)
-    return min(widened, chunk) + copies * chunk
+    return min(widened, chunk) + min(joined, chunk) + copies * chunk

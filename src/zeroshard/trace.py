@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
 from .errors import PlanError
+from .fused import as_on_gpu
+from .meter import Meter
 from .timeline import Segment
 
 Loss = Callable[[Any], Tensor]
@@ -70,11 +70,14 @@ class _Stretch:
     saved: int = 0
     forward: int = 0
     flops: int = 0
+    back: int = 0
+    moved: int = 0
     order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
     levels: list[int] = field(
         default_factory=list
     )  # the most that lived before the first, after the first, …
     like: _Stretch | None = None
+    outputs: Any = None  # of a repeated one: how its outputs look, and their tree
     standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
 
     @property
@@ -87,48 +90,21 @@ class _Stretch:
         order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
         most = max(source.levels, default=0)
         return Segment(
-            self.unit, source.saved, source.forward, most, source.flops, order, tuple(source.levels)
+            self.unit,
+            source.saved,
+            source.forward,
+            most,
+            source.flops,
+            source.back,
+            source.moved,
+            order,
+            tuple(source.levels),
         )
-
-
-class _Meter(TorchDispatchMode):
-    """Counts the bytes of storages that operations make and that still live, and tells whoever listens of
-    every rise."""
-
-    def __init__(self, rise: Callable[[int], None], work: Callable[[int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self._rise, self._work = 0, rise, work
-        self._known: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self._work(int(formula(*args, **(kwargs or {}), out_val=result)))
-        for tensor in tree_flatten(result)[0]:
-            if isinstance(tensor, Tensor):
-                self._meet(tensor)
-        return result
-
-    def ignore(self, tensor: Tensor) -> None:
-        """Leave out a tensor, which the caller keeps, and all views of it."""
-        self._known[tensor.untyped_storage()._cdata] = 0
-
-    def _meet(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._part, storage._cdata)
-            self._rise(self.now)
-
-    def _part(self, key: int) -> None:
-        self.now -= self._known.pop(key, 0)
 
 
 class Tracer:
     """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
-    dtype of each weight."""
+    dtype of each weight; `gpu`: with the kernels of a GPU."""
 
     def __init__(
         self,
@@ -136,8 +112,10 @@ class Tracer:
         names: Sequence[str],
         recompute: Callable[[str], bool],
         compute: dict[str, torch.dtype],
+        gpu: bool = False,
     ) -> None:
         self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
+        self._kernels = as_on_gpu if gpu else nullcontext
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
         self._stretches: list[_Stretch] = []
         self._backward: _Stretch | None = None
@@ -146,14 +124,15 @@ class Tracer:
         self._grad_bytes = 0  # of those
         self._saved: dict[int, Any] = {}
         self._twins: dict[Any, tuple[_Stretch, Any]] = {}
-        self._meter = _Meter(self._rose, self._worked)
+        self._meter = Meter(self._rose, self._worked, gpu)
 
     def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
         """Forward, loss and backward; the segments in the order of forward."""
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             weights = self._weights()
             args, kwargs = self._fake(inputs)
-            with self._watched(), self._meter, saved_tensors_hooks(self._pack, self._unpack):
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            with self._watched(), self._meter, hooks, self._kernels():
                 functional_call(_Step(self.model, partial(self._step, inputs, loss)), weights, args, kwargs)
         ends = (self._stretches[0], self._stretches[-1])
         return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
@@ -218,8 +197,8 @@ class Tracer:
     def _enter(
         self, name: str, module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._backward is not None:  # recomputation
-            return plain(*args, **kwargs)
+        if self._backward is not None:
+            return self._again(name, plain, args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         key = (
             type(module),
@@ -240,22 +219,46 @@ class Tracer:
             )
             output = kept(*args, **kwargs)
             flat, out_tree = tree_flatten(output)
+            self._hook(flat)
             sights = [(*_sight(x), self._is_saved(x)) for x in flat]
             self._twins[key] = (self._stretches[-1], (sights, out_tree))
         self._begin(outer)
         return output
 
+    def _hook(self, outputs: list[Any]) -> None:
+        """Backward comes to a unit with the gradient of its output, also where a checkpoint of the model's
+        own hides what the unit saves."""
+        arrive = partial(self._arrive, self._stretches[-1])
+        for tensor in outputs:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: arrive())
+
+    def _again(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit's forward in backward: ours that recomputes it, or a checkpoint of the model's own."""
+        assert self._backward is not None
+        here = self._stretches.index(self._backward)
+        own = [index for index, stretch in enumerate(self._stretches) if stretch.unit == name]
+        stretch = self._stretches[max((index for index in own if index <= here), default=own[-1])]
+        self._arrive(stretch)
+        if stretch.like is None:
+            return plain(*args, **kwargs)
+        return self._stand(stretch, tree_flatten((args, kwargs))[0])
+
     def _repeat(self, key: Any, leaves: list[Any]) -> Any:
         """Outputs as the first such unit had, without computing them; what it saved and computed counts
         again."""
-        like, (outputs, tree) = self._twins[key]
         stretch = self._stretches[-1]
-        stretch.like = like
+        stretch.like, stretch.outputs = self._twins[key]
+        return self._stand(stretch, leaves)
+
+    def _stand(self, stretch: _Stretch, leaves: list[Any]) -> Any:
+        outputs, tree = stretch.outputs
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         wanted = [o for o in outputs if o[0] == "tensor"]
         standing = _Stand.apply(wanted, partial(self._arrive, stretch), *tensors)  # type: ignore[no-untyped-call]
         for tensor, output in zip(standing, wanted, strict=True):
-            if output[-1]:  # the first one saved it, and what comes next shall not count it again
+            if output[-1] and self._backward is None:
+                # The first one saved it, and what comes next shall not count it again.
                 stretch.standing += self._save(tensor)
         made = iter(standing)
         return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in outputs], tree)
@@ -301,9 +304,13 @@ class Tracer:
                 break
         return total
 
-    def _worked(self, flops: int) -> None:
+    def _worked(self, flops: int, moved: int) -> None:
         if self._backward is None:
             self._stretches[-1].flops += flops
+            self._stretches[-1].moved += moved
+        else:
+            self._backward.back += flops
+            self._backward.moved += moved
 
     def _pack(self, tensor: Tensor) -> Any:
         stretch = self._backward or self._stretches[-1]
@@ -331,14 +338,19 @@ class Tracer:
 
     def _arrive(self, stretch: _Stretch) -> None:
         """Backward has come to a segment: the gradients of the one before are in their buckets by now."""
-        if stretch is not self._backward:
+        at = self._backward
+        assert at is not None
+        if stretch is not at:
             self._look()
             for leaf in self._arrived:
                 leaf.grad = None
             self._arrived.clear()
-            self._grad_bytes, self._backward = 0, stretch
-            if not stretch.levels:
-                stretch.levels.append(self._level())
+            self._grad_bytes = 0
+            first, last = (self._stretches.index(s) for s in (stretch, at))
+            for passed in (*reversed(self._stretches[first + 1 : last]), stretch):
+                self._backward = passed
+                if not passed.levels:
+                    passed.levels.append(self._level())
 
 
 @contextmanager
@@ -370,10 +382,12 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: list[Any], arrive: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.arrive, ctx.shapes = arrive, [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        ctx.save_for_backward(torch.empty(0))  # so that a checkpoint around it keeps what it would keep
         return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, *_ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _ = ctx.saved_tensors
         ctx.arrive()
         return (
             None,

@@ -88,7 +88,7 @@ class Bucket:
         self._equal: list[Tensor] | None = None
         if all(len(views) == 1 for views in self._targets):
             self._equal = [views[0] for views in self._targets] + self._flags
-            self._moves = Moves(self._equal, self._equal)
+            self._moves = Moves(self._equal, self._equal, self.params[0].leaf.device)
             self._all_flags = [self._ones] * len(self._flags)
 
     def _make_targets(self) -> list[list[Tensor]]:

@@ -44,6 +44,11 @@ class Compression(ABC):
         """Whether what was not sent is kept in ``state["residual"]`` and sent later."""
         return False
 
+    @property
+    def freezes(self) -> bool:
+        """Whether Adam's second moments stay as they are once this is active; see `moments`."""
+        return False
+
     def active(self, step: int) -> bool:
         """Whether step number `step`, counted from 0, is sent encoded. False: it travels as it is."""
         return True
@@ -149,6 +154,17 @@ def check(codec: Codec, values: Tensor, code: Tensor, name: str = "values") -> N
         )
     if code.device != values.device:
         raise OptionError(f"{where}: `code` is on {code.device} and `{name}` on {values.device}.")
+
+
+def check_freeze(name: str, freeze: object, warmup_steps: int) -> None:
+    """Raise unless there is a warm-up in which second moments settle before they are frozen."""
+    if not isinstance(freeze, bool):
+        raise OptionError(f"{name}(freeze={freeze!r}) must be True or False.")
+    if freeze and not warmup_steps:
+        raise OptionError(
+            f"{name}(freeze=True) keeps Adam's second moments as the warm-up leaves them, and there is none: "
+            f"pass {name}(freeze=True, warmup_steps=...), a fifth of the run for example."
+        )
 
 
 def check_steps(name: str, steps: object) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import check_steps
+from zeroshard.codec.base import check_freeze, check_steps
 from zeroshard.codec.blocks import HUGE, NAN, Blocked, Run, pack, unpack, wide
 from zeroshard.policy import Numerics
 
@@ -22,6 +22,10 @@ class OneBit(Blocked):
     What was not sent is kept and sent later (error feedback; 4 bytes a parameter of state). The first
     `warmup_steps` steps travel as they are: signs serve once the optimizer's second moments have settled.
 
+    `freeze`: Adam's second moments stay as the warm-up leaves them (as in 1-bit Adam). Without it they follow
+    what arrives, which says the same size of all values of a block. For Adam and AdamW; 4 more bytes a
+    parameter, divided as the optimizer's state is.
+
     >>> codec = OneBit(warmup_steps=10)
     >>> codec.active(9), codec.active(10)
     (False, True)
@@ -30,16 +34,22 @@ class OneBit(Blocked):
     """
 
     warmup_steps: int = 100
+    freeze: bool = False
     numerics: ClassVar[Numerics] = "approximate"
     bits: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps("OneBit", self.warmup_steps)
+        check_freeze("OneBit", self.freeze, self.warmup_steps)
 
     @property
     def feedback(self) -> bool:
         return True
+
+    @property
+    def freezes(self) -> bool:
+        return self.freeze
 
     def active(self, step: int) -> bool:
         return step >= self.warmup_steps

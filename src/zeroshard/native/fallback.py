@@ -22,43 +22,38 @@ if TYPE_CHECKING:
 _CHUNK = 32768
 
 
-def _chunks(numel: int) -> Iterator[slice]:
-    return (slice(start, min(start + _CHUNK, numel)) for start in range(0, numel, _CHUNK))
+def _chunks(numel: int, chunk: int = _CHUNK) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, numel)) for start in range(0, numel, chunk))
 
 
 # -- split masters
 
 
-def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """See [Note: split master] in numbers.h."""
-    for part in _chunks(master.numel()):
-        bits = master[part].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        size = bits & 0x7FFFFFFF
-        half = torch.where(size >= 0x7F810000, bits, bits + 0x8000) >> 16
-        odd = (size >= 0x7F808000) & (size < 0x7F810000)
-        weight[part].view(torch.int16).copy_(_signed16(torch.where(odd, (bits >> 16) & 0x8000, half)))
-        remainder[part].copy_(_signed16(bits))
+def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, chunk: int = _CHUNK) -> None:
+    """See [Note: split master] in numbers.h. On any device; `chunk`: elements at a time."""
+    for part in _chunks(master.numel(), chunk):
+        low, high = master[part].view(torch.int16).view(-1, 2).unbind(1)
+        kind = high & 0x7FFF
+        up = (low >> 15) * (kind <= 0x7F80)  # -1 where the weight is the next one
+        odd = (kind == 0x7F80) & (low < 0)
+        weight[part].view(torch.int16).copy_(torch.where(odd, high & -0x8000, high - up))
+        remainder[part].copy_(low)
 
 
-def join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:
+def join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor, chunk: int = _CHUNK) -> None:
     """The inverse of split."""
-    for part in _chunks(master.numel()):
-        high = (weight[part].view(torch.int16).to(torch.int64) & 0xFFFF) << 16
-        low = remainder[part].to(torch.int64) & 0xFFFF
-        kind = (high >> 16) & 0x7FFF
-        bits = torch.where(kind > 0x7F80, high | low, high + remainder[part].to(torch.int64))
-        bits = torch.where((kind == 0) & (low >= 0x8000), high | 0x7F800000 | low, bits)
-        master[part].view(torch.int32).copy_(_signed32(bits))
+    for part in _chunks(master.numel(), chunk):
+        top, rest = weight[part].view(torch.int16), remainder[part]
+        low, high = master[part].view(torch.int16).view(-1, 2).unbind(1)
+        kind = top & 0x7FFF
+        odd = (kind == 0) & (rest < 0)
+        high.copy_(torch.where(odd, top | 0x7F80, top + (rest >> 15) * (kind <= 0x7F80)))
+        low.copy_(rest)
 
 
 def _signed16(bits: torch.Tensor) -> torch.Tensor:
     low = bits & 0xFFFF
     return torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16)
-
-
-def _signed32(bits: torch.Tensor) -> torch.Tensor:
-    low = bits & 0xFFFFFFFF
-    return torch.where(low >= 0x80000000, low - 0x100000000, low).to(torch.int32)
 
 
 def _away(values: torch.Tensor) -> torch.Tensor:

@@ -17,26 +17,38 @@ from zeroshard.errors import OptionError
 from zeroshard.native import abi, checks, fallback, loader
 
 Ties = Literal["even", "away"]
+DEVICE_CHUNK = 1 << 24  # elements at a time on a device: what is made meanwhile takes some ten bytes for each
 
 
-def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An fp32 tensor as (bf16 weight, int16 remainder)."""
+def split(
+    master: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An fp32 tensor on any device as (bf16 weight, int16 remainder), in `out` where that is given."""
+    if out is None:
+        out = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    weight, remainder = out
+    if master.device.type != "cpu":
+        fallback.split(master, weight, remainder, DEVICE_CHUNK)
+        return out
     checks.flat("split", "master", master, (torch.float32,))
-    weight = torch.empty_like(master, dtype=torch.bfloat16)
-    remainder = torch.empty_like(master, dtype=torch.int16)
+    checks.flat("split", "weight", weight, (torch.bfloat16,), master.numel())
+    checks.flat("split", "remainder", remainder, (torch.int16,), master.numel())
     kernels = loader.kernels()
     if kernels is None:
         fallback.split(master, weight, remainder)
     else:
         kernels.split(ctypes.byref(_halves(master, weight, remainder)))
-    return weight, remainder
+    return out
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 master, bit for bit, that `split` took apart."""
+    """The fp32 master, bit for bit, that `split` took apart; on the same device."""
+    master = torch.empty_like(weight, dtype=torch.float32)
+    if weight.device.type != "cpu":
+        fallback.join(weight, remainder, master, DEVICE_CHUNK)
+        return master
     checks.flat("join", "weight", weight, (torch.bfloat16,))
     checks.flat("join", "remainder", remainder, (torch.int16,), weight.numel())
-    master = torch.empty_like(weight, dtype=torch.float32)
     kernels = loader.kernels()
     if kernels is None:
         fallback.join(weight, remainder, master)

@@ -16,7 +16,8 @@ SMALL = 1 << 20
 
 
 class Moves:
-    """Copies between two lists of CPU tensors, one of which changes from call to call.
+    """Copies between two lists of tensors, one of which changes from call to call; torch does them where not
+    all are in the CPU's memory.
 
     `to` are flat and contiguous, or have two dimensions of which the last is contiguous: then their rows take
     consecutive parts of the source. Sources are contiguous, and as long as their targets.
@@ -27,14 +28,17 @@ class Moves:
     tensor([0., 1., 2., 3.])
     """
 
-    def __init__(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    def __init__(
+        self, to: Sequence[Tensor], source: Sequence[Tensor], device: torch.device | None = None
+    ) -> None:
+        """`device`: of the sources to come, where those given only stand for them."""
         count = len(to)
         pairs = list(zip(to, source, strict=True))
         self.nbytes = sum(target.nbytes for target in to)
         self._dtypes = [target.dtype for target in to]
         self._plain = all(
             target.device.type == "cpu"
-            and target.device == of.device
+            and target.device == (device or of.device)
             and target.dtype == of.dtype
             and (target.dim() < 2 or target.stride(-1) == 1)
             for target, of in pairs
@@ -57,7 +61,10 @@ class Moves:
         """Copy. Targets are laid out as those given first; `moved` says whose addresses may differ from
         theirs and from those of the last call: ``to``, ``source``, ``both`` or ``neither``."""
         kernels = loader.kernels()
+        if moved in ("to", "both"):
+            self._to = _addresses(to)
         if moved in ("source", "both"):
+            self._source = _addresses(source)
             self._fit = self._plain and self._fits(source)
         alone = self.nbytes < SMALL or torch.get_num_threads() == 1
         if kernels is None or not alone or not self._fit:
@@ -66,10 +73,6 @@ class Moves:
                     list(to), [of.reshape(t.shape) for t, of in zip(to, source, strict=True)]
                 )
             return
-        if moved in ("to", "both"):
-            self._to = _addresses(to)
-        if moved in ("source", "both"):
-            self._source = _addresses(source)
         address = ctypes.addressof
         kernels.move(
             ctypes.byref(

@@ -8,6 +8,7 @@ all ranks change in the same step, or none does.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -21,7 +22,7 @@ from ..policy import Adaptive, Delayed, EveryStep, Local
 from ..private import Private
 from ..shard import Faces
 from ..step import Update
-from .decide import Reading, decide, same_link
+from .decide import Decision, Judge, Reading, figure
 from .delayed import DelayedPace
 from .local import LocalPace
 from .pace import Kept, Pace
@@ -56,11 +57,15 @@ class AdaptivePace(Pace):
         self.number = 0
         self.count = 0  # steps of the last optimizer
         self.switches: list[str] = []
-        self._known: dict[int, Reading] = {}
+        self._judge = self._new_judge()
+        self._tried_since = 0  # the step at which looking for a choice began
         self._window: _Window | None = None
         self._norms: list[float] = []
         self._take(0)
         super().__init__(self.paces[0].gradients)
+
+    def _new_judge(self) -> Judge:
+        return Judge(self.policy.gain, self.policy.unrest, len(self.paces))
 
     def _take(self, number: int) -> None:
         self.number = number
@@ -99,8 +104,10 @@ class AdaptivePace(Pace):
 
     def step(self, update: Update, step: Callable[[], Any]) -> None:
         last = update is self.updates[-1]
-        if last and (self._window is None or self._window.steps in (0, self._length - 1)):
-            self._norms.append(self._norm())
+        if last and self._window is not None:
+            left = self._length - self._window.steps
+            if left in (1, self.policy.window):  # unrest is what happens within so many steps
+                self._norms.append(self._norm())
         self.pace.step(update, step)
         if last:
             self.count += 1
@@ -111,7 +118,8 @@ class AdaptivePace(Pace):
         """Steps of a window: whole rounds of local steps, so that each counts its share of a meeting."""
         choice = self.policy.choices[self.number]
         round_ = choice.steps if isinstance(choice, Local) else 1
-        return -(-self.policy.window // round_) * round_
+        wanted = self.policy.window * self._judge.stretch
+        return -(-wanted // round_) * round_
 
     def _look(self) -> None:
         """After a step: the first one opens a window, unless local steps begin, and the last closes it."""
@@ -139,30 +147,45 @@ class AdaptivePace(Pace):
         ]
         seconds, waited, sent, first, last = self.transport.max(mine)
         unrest = max(first, last) / min(first, last) if min(first, last) > 0 else 1.0
-        now = Reading(seconds, waited, sent, unrest)
         self._norms.clear()
-        before = self._known.get(self.number)
-        if before is not None and not same_link(before, now):
-            self._known.clear()
-        gain, limit = self.policy.gain, self.policy.unrest
-        chosen, why = decide(gain, limit, len(self.paces), self.number, self._known, now)
-        self._known[self.number] = now
-        if chosen != self.number:
-            self._switch(chosen, why)
-            self._window = self._open() if isinstance(self.paces[chosen], LocalPace) else None
-        else:
-            self._window = self._open()
+        looking = self._judge.chosen is None
+        self._follow(self._judge.hear(self.number, Reading(seconds, waited, sent, unrest)), looking)
+
+    def _follow(self, decision: Decision, looking: bool) -> None:
+        """Do what was decided, and open the next window."""
+        changes = decision.number != self.number
+        if changes:
+            self._switch(decision.number, decision.why)
+        if not looking and not decision.settled:
+            self._tried_since = self.count
+        if looking and decision.settled:
+            self._say_cost()
+        # The first step of another choice is left out, but for local steps, which count by rounds.
+        starts = changes and not isinstance(self.pace, LocalPace)
+        self._window = None if starts else self._open()
+
+    def _say_cost(self) -> None:
+        choices, known = self.policy.choices, self._judge.known
+        if len(known) > 1:
+            took = ", ".join(f"{choices[n]!r} {1e3 * figure(known[n]):.1f}" for n in sorted(known))
+            steps = self.count - self._tried_since
+            self._tell(
+                f"step {self.count}: settled on {choices[self.number]!r} after {steps} steps of trying; "
+                f"ms a step: {took}"
+            )
 
     @torch.no_grad()
     def _norm(self) -> float:
-        """Of this rank's gradients: how much it changes is all that is asked."""
+        """Of this rank's gradients: how much it changes is all that is asked. An overflow, which is skipped
+        and comes on one rank, is no news: 0."""
         grads = [
             Faces.local(p.home.grad)
             for update in self.updates
             for p in update.params.values()
             if p.home.grad is not None
         ]
-        return float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+        norm = float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+        return norm if math.isfinite(norm) else 0.0
 
     # ------------------------------------------------------------------ changing over
 
@@ -177,6 +200,9 @@ class AdaptivePace(Pace):
                 new.start()
         line = f"step {self.count}: {choices[self.number]!r} -> {choices[number]!r}: {why}"
         self._take(number)
+        self._tell(line)
+
+    def _tell(self, line: str) -> None:
         self.switches.append(line)
         if self.transport.rank == 0:
             log.info("sync %s", line)
@@ -206,7 +232,7 @@ class AdaptivePace(Pace):
                 # Several codecs keep something about the same parameter.
                 of = "" if own is None else f" of {own!r}"
                 found += [replace(held, key=held.key + of) for held in pace.gradients.private()]
-        return found
+        return [*found, *self.beliefs]
 
     def values(self) -> dict[str, Any]:
         names = [repr(choice) for choice in self.policy.choices]
@@ -220,7 +246,7 @@ class AdaptivePace(Pace):
         self._take(int(values["number"]) if same else 0)
         self.count = int(values.get("steps", 0)) if same else 0
         self._window = None
-        self._known.clear()
+        self._judge, self._tried_since = self._new_judge(), self.count
         self._norms.clear()
         for pace in dict.fromkeys(self.paces):
             pace.adopt(values if pace is self.pace else {}, own if pace is self.pace else {})
