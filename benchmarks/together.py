@@ -75,6 +75,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "stage": 0,
         "sync": zs.Local(steps=24, outer=zs.Nesterov(0.7, 0.6)),
     },
+    "stage 3, LowRank gradients, Int4 changes of parameters": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.LowRank(rank=4)},
+        "gather": zs.Delta(zs.Int4(block=128, feedback=False)),
+    },
 }
 
 
