@@ -70,7 +70,7 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     import zeroshard as zs
 
     def ours(stage: int, **options: object) -> Callable[..., object]:
-        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=bucket, **options)
+        return partial(zeroshard, stage=stage, transport="gloo", bucket_bytes=bucket, whole=False, **options)
 
     found = {name: Entry(SYSTEMS[name]) for name in ("ddp", "fsdp2-zero2", "fsdp2-zero3", "ps")}
     found |= {f"zs-{stage}": Entry(ours(stage)) for stage in range(4)}
@@ -90,7 +90,7 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     }
     found |= {name: Entry(make, exact=False) for name, make in coded.items()}
     found[f"zs-0-local{LOCAL}"] = Entry(ours(0, sync=local), LOCAL, LOCAL, exact=False)
-    found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, 32, exact=False)
+    found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, exact=False)
     choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
     adaptive = zs.Adaptive(choices=choices, window=WINDOW, unrest=1e9)
     found[ADAPTIVE] = Entry(ours(0, sync=adaptive), LOCAL, settles=True, exact=False)
@@ -104,7 +104,7 @@ def across_nodes(bucket: int = 1 << 20) -> dict[str, Entry]:
     import zeroshard as zs
 
     def ours(**options: object) -> Callable[..., object]:
-        return partial(zeroshard, stage=3, bucket_bytes=bucket, ranks_per_node=2, **options)
+        return partial(zeroshard, stage=3, bucket_bytes=bucket, ranks_per_node=2, whole=False, **options)
 
     cached = partial(ours, transport="nodes", node_cache=True)
     return {
@@ -145,23 +145,25 @@ def measure(task: Task, entry: Entry) -> Timing:
     losses = [float(trainer.step(batch(index))) for index in range(entry.warmup)]
     while entry.settles and not settled(trainer.stats()) and len(losses) < PATIENCE:
         losses.append(float(trainer.step(batch(len(losses)))))
-    began = time.perf_counter()
-    losses += [float(trainer.step(batch(len(losses) + index))) for index in range(entry.round)]
-    one = torch.tensor([time.perf_counter() - began])
-    dist.all_reduce(one, op=dist.ReduceOp.MAX)
-    rounds = max(1, min(int(task.seconds / float(one)), max(40 // entry.round, 1)))
-    steps = rounds * entry.round
-    batches = [batch(len(losses) + index) for index in range(steps)]
-    before, sent = trainer.stats(), transmitted()
     dist.barrier()
-    marks = [time.perf_counter()]
-    for number, ready in enumerate(batches, 1):
-        losses.append(float(trainer.step(ready)))
-        if number % entry.round == 0:
-            marks.append(time.perf_counter())
-    sent, took = transmitted() - sent, marks[-1] - marks[0]
+    before, sent, skipped = trainer.stats(), transmitted(), len(losses)
+
+    def rounds(count: int) -> list[float]:
+        batches = [batch(len(losses) + index) for index in range(count * entry.round)]
+        marks = [time.perf_counter()]
+        for number, ready in enumerate(batches, 1):
+            losses.append(float(trainer.step(ready)))
+            if number % entry.round == 0:
+                marks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+    lasted = rounds(1)
+    one = torch.tensor(lasted)
+    dist.all_reduce(one, op=dist.ReduceOp.MAX)
+    lasted += rounds(min(int(task.seconds / float(one)), max(40 // entry.round, 1)))
+    sent, steps, took = transmitted() - sent, len(losses) - skipped, sum(lasted)
     # The machine may be shared, and others can only make a round longer: the first quartile of them.
-    lasted = sorted(after - before for before, after in itertools.pairwise(marks))
+    lasted.sort()
     waited, note = -1.0, ""
     if before is not None:
         now = trainer.stats()

@@ -5,7 +5,9 @@
 `digits`: a convolutional net on scikit-learn's handwritten digits (its data file is enough), SGD with
 momentum; accuracy on images held back. `text`: a GPT on the sources of Python's standard library, AdamW; loss
 on text held back. All rows of a task use the same steps, batches, schedule and first parameters; only
-`shard`'s options differ. Rows are written as they come, so a run that is cut short keeps what it has."""
+`shard`'s options differ. README.md has the conditions, which were fixed before the runs that are kept. Rows
+are written as they come, so a run that is cut short keeps what it has; `--rows` runs some of them, and
+`--join` makes one result of several."""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import argparse
 import gzip
 import importlib.util
 import json
+import math
 import statistics
 import sys
 import sysconfig
@@ -48,17 +51,19 @@ class Task:
     loss: Callable[[nn.Module, Batch], Tensor]
     test: Callable[[nn.Module], tuple[float, float | None]]
     steps: int
+    rate: Callable[[float, int], float]  # share of the learning rate by share of the run, and by step
+    adam: bool = False
 
 
-def digits() -> Task:
-    """1,400 images to learn from, 397 to be judged by."""
+def digits(shuffle: int) -> Task:
+    """1,400 images to learn from, 397 to be judged by; `shuffle` is the seed that chooses them."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         sys.exit("quality.py: the digits come with scikit-learn: pip install scikit-learn")
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(path, "rt") as file:
         rows = torch.tensor([[float(cell) for cell in line.split(",")] for line in file])
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(shuffle))]
     images, labels = rows[:, :64].view(-1, 1, 8, 8) / 16, rows[:, 64].long()
 
     def build() -> nn.Module:
@@ -83,16 +88,19 @@ def digits() -> Task:
         lambda model, given: functional.cross_entropy(model(given[0]), given[1]),
         test,
         steps=500,
+        rate=lambda done, step: min(1.0, (step + 1) / 40) * (1.0 - 0.9 * done),
     )
 
 
-def text() -> Task:
-    """Bytes of Python's own sources; the last tenth to be judged by."""
+def text(validate: bool) -> Task:
+    """Bytes of Python's own sources: eight tenths to learn from, the last to be judged by, or with `validate`
+    the one before it, on which the conditions were settled."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     data = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:80])
     tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-    border, length = int(0.9 * len(tokens)), 64
-    shape = GPTShape(vocab=256, context=length, width=96, heads=4, depth=2)
+    border, length = int(0.8 * len(tokens)), 48
+    start, end = (0.8, 0.9) if validate else (0.9, 1.0)
+    shape = GPTShape(vocab=256, context=length, width=64, heads=4, depth=2)
 
     def cut(first: Tensor) -> Batch:
         window = tokens[first[:, None] + torch.arange(length + 1)]
@@ -103,8 +111,9 @@ def text() -> Task:
 
     def test(model: nn.Module) -> tuple[float, float | None]:
         generator = torch.Generator().manual_seed(1)
-        first = torch.randint(border, len(tokens) - length - 1, (128,), generator=generator)
-        return statistics.fmean(float(model(*cut(part))) for part in first.split(32)), None
+        low, high = int(start * len(tokens)), int(end * len(tokens)) - length - 1
+        first = torch.randint(low, high, (512,), generator=generator)
+        return statistics.fmean(float(model(*cut(part))) for part in first.split(64)), None
 
     return Task(
         lambda: GPT(shape),
@@ -112,20 +121,26 @@ def text() -> Task:
         batch,
         lambda model, given: model(*given),
         test,
-        steps=250,
+        steps=3000,
+        rate=lambda done, step: (
+            min(1.0, (step + 1) / 100) * (0.05 + 0.95 * (0.5 + 0.5 * math.cos(math.pi * done)))
+        ),
+        adam=True,
     )
 
 
-def rows(steps: int) -> dict[str, dict[str, Any]]:
-    """The options of each row; the first is what the others are held against."""
+def rows(steps: int, adam: bool) -> dict[str, dict[str, Any]]:
+    """The options of each row; the first is what the others are held against. Beside Adam, second moments are
+    frozen where a codec can do that."""
     early = steps // 5
     codecs: dict[str, Any] = {
         "int8": zs.Int8(),
-        "1-bit": zs.OneBit(warmup_steps=early),
-        "top-k 1 %": zs.TopK(ratio=0.01, warmup_steps=early),
-        "bf16": zs.Cast("bfloat16"),
+        "1-bit": zs.OneBit(warmup_steps=early, freeze=adam),
+        "top-k 1 %": zs.TopK(ratio=0.01, warmup_steps=early, freeze=adam),
         "int4": zs.Int4(),
         "low rank 4": zs.LowRank(rank=4),
+        "rows": zs.Rows(),
+        "bf16": zs.Cast("bfloat16"),
     }
     found: dict[str, dict[str, Any]] = {"plain": {"stage": 2}}
     found |= {name: {"stage": 2, "compress": codec} for name, codec in codecs.items()}
@@ -141,9 +156,7 @@ def train(task: Task, options: dict[str, Any], seed: int) -> dict[str, Any]:
     optimizer = task.optimizer(model)
     run = zs.shard(model, optimizer, **options)
     generator = torch.Generator().manual_seed(100 * seed + run.rank)
-    plan = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 40) * (1.0 - 0.9 * step / task.steps)
-    )
+    plan = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: task.rate(step / task.steps, step))
     for _ in range(task.steps):
         task.loss(model, task.batch(generator)).backward()
         optimizer.step()
@@ -193,47 +206,59 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", choices=["digits", "text"], default=["digits", "text"])
-    parser.add_argument("--rows", nargs="+", help="names of rows; `plain` is always there")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", help="names of rows, in place of all")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="results to be made into one")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--shuffle", type=int, default=0, help="which digits are held back")
+    parser.add_argument("--validate", action="store_true", help="judge text by its validation part")
     parser.add_argument("--steps", type=int, help="in place of the task's own")
     parser.add_argument("--out", nargs="?", const="", help="write a result file; its name may be given")
     options = parser.parse_args()
+    if options.join:
+        join(options.join, Path(options.out or "joined.json"))
+        return
     torch.set_num_threads(1)
     date = time.strftime("%Y-%m-%d")
     facts = {"date": date, "command": sys.argv, "commit": commit(), "hardware": hardware()}
-    facts |= {"torch": torch.__version__, "seeds": options.seeds, "steps": options.steps}
-    found: list[dict[str, Any]] = []
+    facts |= {"torch": torch.__version__, "seeds": options.seeds, "shuffle": options.shuffle}
     for name in options.tasks:
-        found.clear()
-        task = {"digits": digits, "text": text}[name]()
+        found: list[dict[str, Any]] = []
+        task = digits(options.shuffle) if name == "digits" else text(options.validate)
         task = Task(**{**vars(task), "steps": options.steps or task.steps})
-        for row, how in rows(task.steps).items():
-            if options.rows and row not in (*options.rows, "plain"):
+        for row, how in rows(task.steps, task.adam).items():
+            if options.rows and row not in options.rows:
                 continue
-            seeds = [train(task, how, seed) for seed in range(options.seeds)]
+            seeds = [train(task, how, seed) for seed in options.seeds]
             means = {
                 key: None if seeds[0][key] is None else statistics.fmean(one[key] for one in seeds)
                 for key in seeds[0]
             }
-            found.append(
-                {
-                    "task": name,
-                    "name": row,
-                    "steps": task.steps,
-                    "options": repr(how),
-                    **means,
-                    "seeds": seeds,
-                }
-            )
+            about = {"task": name, "name": row, "steps": task.steps, "options": repr(how)}
+            found.append({**about, **means, "seeds": seeds})
             if is_first():
                 print(f"{name} {row}: loss {means['loss']:.4f} accuracy {means['accuracy']}", flush=True)
                 if options.out is not None:
                     path = Path(options.out or HERE / "results" / f"{date}-quality-{name}.json")
-                    path.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n")
-                    heading = f"# Quality, 2 ranks, {facts['hardware']}, commit {facts['commit']}\n\n"
-                    path.with_suffix(".md").write_text(heading + table(found))
+                    write(path, {**facts, "rows": found})
         if is_first():
             print(table(found))
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    heading = f"# Quality, 2 ranks, {result['hardware']}, commit {result['commit']}\n\n"
+    steps = result["rows"][0]["steps"]
+    heading += f"{steps} steps, seeds {result['seeds']}. `{' '.join(result['command'])}`\n\n"
+    path.with_suffix(".md").write_text(heading + table(result["rows"]))
+
+
+def join(paths: list[Path], into: Path) -> None:
+    """Rows of several results, of one commit and the same seeds, as one: `plain` first."""
+    parts = [json.loads(path.read_text()) for path in paths]
+    if len({(part["commit"], str(part["seeds"]), part["shuffle"]) for part in parts}) > 1:
+        sys.exit("quality.py: results of different commits, seeds or shuffles do not belong together")
+    every = sorted((row for part in parts for row in part["rows"]), key=lambda row: row["name"] != "plain")
+    write(into, {**parts[0], "command": [*parts[0]["command"], "and others, joined"], "rows": every})
 
 
 def is_first() -> bool:

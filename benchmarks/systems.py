@@ -142,13 +142,17 @@ def parameter_server(model: nn.Module) -> Trainer:
     return Trainer(step)
 
 
-def zeroshard(model: nn.Module, *, stage: int, transport: str, **options: object) -> Trainer:
-    """`zs.shard` and the plain loop."""
+def zeroshard(
+    model: nn.Module, *, stage: int, transport: str, whole: bool = True, **options: object
+) -> Trainer:
+    """`zs.shard` and the plain loop. Without `whole` the model is left in rows at the end: to make it whole
+    takes several round trips a tensor, which is long on a slow link."""
     import zeroshard as zs
 
     optimizer = adamw(model)
     run = zs.shard(model, optimizer, stage=stage, transport=transport, **options)  # type: ignore[arg-type]
-    return Trainer(plain_loop(model, optimizer), run.close, run.stats)
+    close = run.close if whole else run._runtime.transport.close
+    return Trainer(plain_loop(model, optimizer), close, run.stats)
 
 
 SYSTEMS: dict[str, Callable[[nn.Module], Trainer]] = {

@@ -2,7 +2,7 @@
 parallel training without codecs: bytes that a rank sends in a step, and the loss on text held out.
 
     python benchmarks/together.py --out                    # some minutes on two cores
-    python benchmarks/together.py --steps 20 --seeds 1     # to see that it works
+    python benchmarks/together.py --steps 20 --seeds 0     # to see that it works
 
 Data parallel training is stage 0, which sends what an all-reduce does: 2 (N-1)/N of the gradient.
 """
@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from gpt_model import GPT, Config  # noqa: E402
 import zeroshard as zs  # noqa: E402
 from zeroshard.testing import ranks  # noqa: E402
 
-WORLD, ROWS, VOCABULARY, HELD_OUT = 2, 4, 2048, 24
+WORLD, ROWS, VOCABULARY, HELD_OUT = 2, 2, 2048, 48
 UNITS = ("embedding", "blocks.*", "head")
 FEWER, CLOSE = 0.70, 0.01  # the bars: bytes spared, and how far the loss may be
 NORMS = {"*norm*": None}
@@ -65,11 +65,15 @@ WAYS: dict[str, dict[str, Any]] = {
         "compress": NORMS | {"*": zs.Int4()},
         "gather": zs.Int4(block=32, feedback=False),
     },
-    "the same, OneBit gradients after 50 steps": {
+    "the same, Int4 changes of parameters": {
         "stage": 3,
         "units": "none",
-        "compress": NORMS | {"*": zs.OneBit(warmup_steps=50)},
-        "gather": zs.Int4(block=32, feedback=False),
+        "compress": NORMS | {"*": zs.Int4()},
+        "gather": zs.Delta(zs.Int4(block=128, feedback=False)),
+    },
+    "stage 0, ranks apart for 24 steps": {
+        "stage": 0,
+        "sync": zs.Local(steps=24, outer=zs.Nesterov(0.7, 0.6)),
     },
 }
 
@@ -108,12 +112,14 @@ def train(options: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if isinstance(options.get("sync"), zs.Local):
+        run.synchronise()
     seconds, stats = (time.perf_counter() - began) / steps, run.stats()
     with torch.no_grad(), run.kept_full():
         model.eval()
         loss = statistics.fmean(float(model(*validation[index])) for index in range(HELD_OUT))
     run.close()
-    moved = ("reduce", "gather", "publish")
+    moved = ("reduce", "gather", "publish", "outer")
     return {
         "loss": loss,
         "sent": sum(stats.sent.get(kind, 0) for kind in moved) / steps,
@@ -123,9 +129,9 @@ def train(options: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def measure(name: str, steps: int, seeds: int) -> Outcome:
+def measure(name: str, steps: int, seeds: list[int]) -> Outcome:
     losses, told = [], {}
-    for seed in range(seeds):
+    for seed in seeds:
         everyone = ranks(WORLD).run(train, WAYS[name], steps, seed, timeout=3600)
         told = everyone[0]
         losses.append(statistics.fmean(rank["loss"] for rank in everyone))
@@ -150,36 +156,62 @@ def table(outcomes: list[Outcome]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--ways", type=int, nargs="+", help="their numbers, in place of all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", action="store_true", help="write a result file")
+    parser.add_argument("--keep", type=Path, help="write the outcomes as JSON, to be joined")
+    parser.add_argument("--join", type=Path, nargs="+", help="outcomes of other runs, in place of training")
     asked = parser.parse_args()
-    outcomes, commit = [], provenance.commit()
-    for name in WAYS:
+    outcomes, commit = join(asked.join or []), provenance.commit()
+    for number, name in enumerate(() if asked.join else WAYS):
+        if asked.ways and number not in asked.ways:
+            continue
         outcomes.append(measure(name, asked.steps, asked.seeds))
         print(outcomes[-1], flush=True)
-    text = table(outcomes)
-    print(text)
+    if asked.keep:
+        asked.keep.write_text(json.dumps([asdict(one) for one in outcomes]))
+        return
     if asked.out:
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        tokens = WORLD * ROWS * 128
-        about = (
-            f"# Codecs together, {today}\n\nGPT of the demo ({VOCABULARY} tokens, 4 blocks), fp32, "
-            f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds: {asked.seeds}. Norms travel as "
-            "they are. Bytes are the mean of all steps, warm-up included. "
-            f"`python benchmarks/together.py --steps {asked.steps} --seeds {asked.seeds} --out`, "
-            f"commit {commit}, torch {torch.__version__}, {provenance.hardware()}.\n\n{text}\n"
-        )
-        (HERE / "results" / f"{today}-cpu-together.md").write_text(about, encoding="utf-8")
-        data = {
-            "commit": provenance.commit(),
-            "steps": asked.steps,
-            "ways": [asdict(one) for one in outcomes],
-        }
-        (HERE / "results" / f"{today}-cpu-together.json").write_text(json.dumps(data, indent=1) + "\n")
+        write(outcomes, asked, commit)
+    print(table(outcomes))
     best = [1 - o.sent / outcomes[0].sent for o in outcomes[1:] if close(o, outcomes[0])]
     if asked.steps >= 200 and max(best, default=0.0) < FEWER:
         sys.exit(f"no way sends {100 * FEWER:.0f} % fewer bytes with a loss within {100 * CLOSE:.0f} %")
+
+
+def join(paths: list[Path]) -> list[Outcome]:
+    """Outcomes of runs apart, the seeds of a way together, in the order of `WAYS`."""
+    found = [Outcome(**each) for path in paths for each in json.loads(path.read_text())]
+    result = []
+    for name in WAYS:
+        mine = [one for one in found if one.name == name]
+        if mine:
+            losses = [loss for one in mine for loss in one.losses]
+            result.append(replace(mine[0], losses=losses))
+    return result
+
+
+def write(outcomes: list[Outcome], asked: argparse.Namespace, commit: str) -> None:
+    """The result so far."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    tokens = WORLD * ROWS * 128
+    seeds = " ".join(map(str, asked.seeds))
+    ways = f" --ways {' '.join(map(str, asked.ways))}" if asked.ways else ""
+    about = (
+        f"# Codecs together, {today}\n\nGPT of the demo ({VOCABULARY} tokens, 4 blocks), fp32, "
+        f"{WORLD} ranks, {asked.steps} steps of {tokens} tokens, seeds {seeds}. Norms travel as "
+        "they are. Bytes are the mean of all steps, warm-up included. "
+        f"`python benchmarks/together.py --steps {asked.steps} --seeds {seeds}{ways} --out`, "
+        f"commit {commit}, torch {torch.__version__}, {provenance.hardware()}.\n\n{table(outcomes)}\n"
+    )
+    (HERE / "results" / f"{today}-cpu-together.md").write_text(about, encoding="utf-8")
+    data = {
+        "commit": commit,
+        "steps": asked.steps,
+        "ways": [asdict(one) for one in outcomes],
+    }
+    (HERE / "results" / f"{today}-cpu-together.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
 def close(one: Outcome, first: Outcome) -> bool:

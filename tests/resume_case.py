@@ -90,6 +90,7 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "int8 with feedback": (GPT, {"stage": 2, "compress": zs.Int8(feedback=True)}),
     "top-k": (GPT, {"stage": 3, "compress": zs.TopK(ratio=0.05, warmup_steps=4, freeze=True)}),
     "1-bit": (GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4)}),
+    "changes": (GPT, {"stage": 3, "gather": zs.Delta()}),
     "low rank and rows": (GPT, {"stage": 2, "compress": {"tokens.*": zs.Rows(), "*": zs.LowRank(rank=2)}}),
     "int8 with feedback, host": (
         GPT, {**BELOW, "stage": 2, "compress": zs.Int8(feedback=True), "offload": host()}
@@ -102,7 +103,7 @@ SHORT = [
     *("host, plain master", "host, split master, clipped", "host, 8-bit moments", "host, momentum"),
     *("host, the optimizer's own step", "disk, split master, clipped", "disk, 8-bit moments"),
     *("auto: device, host and disk", "delayed, stage 3, host", "local, rates", "adaptive"),
-    *("int8 with feedback", "top-k"),
+    *("int8 with feedback", "top-k", "changes"),
 ]
 
 

@@ -16,7 +16,19 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import zeroshard.codec
-from zeroshard.codec import Cast, Codec, Compression, Int4, Int8, LowRank, OneBit, Rows, TopK, from_settings
+from zeroshard.codec import (
+    Cast,
+    Codec,
+    Compression,
+    Delta,
+    Int4,
+    Int8,
+    LowRank,
+    OneBit,
+    Rows,
+    TopK,
+    from_settings,
+)
 from zeroshard.errors import OptionError
 
 ALL: list[Codec] = [
@@ -275,3 +287,11 @@ def test_wrong_tensors() -> None:
         codec.encode(values, code[1:], {}, 0)
     with pytest.raises(OptionError, match="`code` is on cpu and `out` on meta"):
         codec.decode(code[:-1], values.to("meta"), add=False)
+
+
+def test_a_codec_for_changes_keeps_nothing_of_its_own() -> None:
+    for inner in (OneBit(warmup_steps=0), TopK(), Int4(), Delta(), "int4"):
+        with pytest.raises(OptionError, match="keeps nothing and does not warm up"):
+            Delta(inner)  # type: ignore[arg-type]
+    delta = Delta(Int8(block=64))
+    assert from_settings(delta.settings()) == delta

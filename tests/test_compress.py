@@ -66,6 +66,60 @@ def test_parameters_gathered_through_a_codec_that_loses_nothing(
     assert coded.losses == plain.losses
 
 
+@pytest.mark.parametrize(
+    ("world", "recipe", "options"),
+    [
+        (2, GPT, {"stage": 3}),
+        (3, MLP, {"stage": 3, "transport": "gloo"}),
+        (2, MLP, {"stage": 2, "precision": "bf16"}),
+    ],
+    ids=str,
+)
+def test_changes_that_lose_nothing_add_up_to_the_parameters(
+    world: int, recipe: Recipe, options: dict[str, Any]
+) -> None:
+    """Up to the rounding of a difference and a sum."""
+    plain = on_ranks(world, recipe, **options)[0]
+    coded = on_ranks(world, recipe, gather=zs.Delta(Same()), **options)
+    for one in coded:
+        assert_same_bits(one.weights, coded[0].weights)
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(coded[0].weights[name], weight, rtol=2e-3, atol=2e-5)
+
+
+def seen(gather: zs.Codec, stage: int) -> dict[str, Any]:
+    """How far the weights that compute are from the exact ones, relative, after each of some steps."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 48))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = zs.shard(model, optimizer, stage=stage, gather=gather, units=["0", "2"])
+    errors, before, sent = [], run.stats(), []
+    for step in range(6):
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * step + run.rank))
+        model(x).square().mean().backward()
+        sent.append(sum((run.stats() - before).sent.get(kind, 0) for kind in ("gather", "publish")))
+        before = run.stats()
+        with run.gathered() as whole:
+            exact = whole["0.weight"].detach().clone()
+        with run.kept_full(), torch.no_grad():
+            shown = (model[0](torch.eye(96)) - model[0](torch.zeros(1, 96))).t()
+        errors.append(float((shown - exact).norm() / exact.norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return {"errors": errors, "sent": sent}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_four_bits_of_the_change_say_more_than_four_bits_of_the_weight(stage: int) -> None:
+    four = zs.Int4(block=32, feedback=False)
+    changes, afresh = (ranks(2).run(seen, gather, stage)[0] for gather in (zs.Delta(four), four))
+    assert changes["errors"][0] < 1e-6  # the first time they are sent in full
+    assert max(changes["errors"]) < 0.1 * min(afresh["errors"])
+    assert changes["sent"][0] == pytest.approx(8 * changes["sent"][1])
+    assert changes["sent"][2] <= afresh["sent"][2]
+
+
 class Rarely(nn.Module):
     """An embedding of which a batch touches few rows, and one that only odd ranks use. Tokens in."""
 

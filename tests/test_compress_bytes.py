@@ -208,6 +208,8 @@ def test_plans_carry_codecs() -> None:
         ({"gather": "int8"}, "gather='int8' must be a codec"),
         ({"gather": zs.Rows()}, r"gather=Rows\(\) must be a codec"),
         ({"gather": zs.OneBit()}, "keeps no state and needs no warm-up"),
+        ({"gather": zs.Delta(), "offload": zs.Offload()}, "believe on the device, which offload= is there"),
+        ({"compress": zs.Delta()}, "pass it as gather="),
         ({"gather": zs.Int8(), "stage": 0}, "at stage 0 every rank updates all of them itself"),
         ({"gather": zs.Int8(), "stage": 2, "offload": zs.Offload()}, "gather= with offload= needs stage=3"),
     ],

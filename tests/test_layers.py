@@ -36,6 +36,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "balance",
         "stats",
         "pool",
+        "outlook",
         "units",
     ),
     ("machine", "planner", "pricing", "choice", "trace", "frames", "page"),

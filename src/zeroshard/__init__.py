@@ -2,7 +2,7 @@
 
 from .api import Run, shard
 from .checkpoint import latest
-from .codec import Cast, Codec, Int4, Int8, LowRank, OneBit, Rows, TopK
+from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, TopK
 from .config import Offload, Options, Precision
 from .errors import (
     CheckpointError,
@@ -29,6 +29,7 @@ __all__ = [
     "CheckpointError",
     "Codec",
     "Delayed",
+    "Delta",
     "EveryStep",
     "Int4",
     "Int8",

@@ -27,6 +27,7 @@ from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
+from .published import ChangedRows
 from .routes import check_patterns, routes_of
 from .runtime import Runtime
 from .shard import Faces, Master, Param, make_home, retire
@@ -99,6 +100,10 @@ class Builder:
                 retire(param.original)
             del param.original
         self.runtime.pace = self._pace(params)
+        coded = [bundle.coded for bundle in self.runtime.bundles]
+        self.runtime.pace.beliefs = [
+            private for rows in coded if isinstance(rows, ChangedRows) for private in rows.private()
+        ]
         if self.host is not None:
             self.host.start()
             self.runtime.adopt_parts(self.host.parts)

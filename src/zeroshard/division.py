@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from .codec import Compression, Rows
+from .codec import Compression, Delta, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
@@ -93,10 +93,16 @@ class Division(ABC):
         return [rank for rank in range(self.rank % each, self.world, each) if rank != self.rank]
 
     def codes_held(self, bundle: Bundle) -> int:
-        """Bytes of this rank's code, and of those that it keeps for its node."""
+        """Bytes of this rank's code, of those that it keeps for its node, and of what all ranks believe."""
         if not self.codes(bundle):
             return 0
-        return sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
+        codes = sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
+        return codes + (4 * sum(map(bundle.body, range(self.world))) if self.changes else 0)
+
+    @property
+    def changes(self) -> bool:
+        """Whether changes of the rows travel, and are added to what all ranks believe."""
+        return isinstance(self.options.gather, Delta)
 
     def codes(self, bundle: Bundle) -> bool:
         """Whether its rows travel through a codec."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from .due import Countdown, Job, Staged
 from .errors import StateError, TierError
 from .native import AdamRows, AdamStep, SgdStep, Workers, adam_update, sgd_update
+from .outlook import Outlook
 from .part import Part
 from .tier import Arena, Copies, Stage
 from .undo import take_back
@@ -34,7 +35,6 @@ GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out w
 AHEAD = 2  # parts on their way to the host while one is updated
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
 BLOCK = 4096  # shares are whole pages, and whole blocks of 8-bit moments
-CLEAR = 0.95  # updates start before the norm is known while the last norm was below this share of the limit
 
 
 class HostUpdates:
@@ -55,7 +55,7 @@ class HostUpdates:
     ) -> None:
         self.parts, self.arena, self.copies, self.workers = list(parts), arena, copies, workers
         self.clip_norm, self.undo = clip_norm, undo
-        self.norm = 0.0
+        self.outlook = Outlook(clip_norm)
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
         # 8-bit moments cannot be taken back to their exact codes, nor AMSGrad's maximum to the one before, so
         # they wait for the norm.
@@ -269,7 +269,7 @@ class HostUpdates:
     def commit(self, norm: float, scale: float) -> None:
         """`optimizer.step()`: settle what the global norm says; `scale` is what it clips gradients by."""
         self.check()
-        self.norm = norm
+        self.outlook.see(norm)
         waiting = [part for part in self.parts if part.flat is not None or part.taken is not None]
         self._check_unchanged(waiting)
         if not self._early:
@@ -282,7 +282,7 @@ class HostUpdates:
             self.counts["early"] += 1
         for part in waiting:
             self._count(part)
-        self.resume(norm)
+        self.go_on()
 
     def step(self, parts: Sequence[Part]) -> None:
         """Update stepped parts now, from the gradients that their parameters show."""
@@ -305,11 +305,9 @@ class HostUpdates:
             shown.fill_(count)
         part.flat = part.squares = part.taken = None
 
-    def resume(self, norm: float) -> None:
-        """Go on after a step whose norm this was."""
-        self.norm = norm
-        clear = not math.isfinite(self.clip_norm) or norm < CLEAR * self.clip_norm
-        self._early = not self.undo or (self._reversible and clear)
+    def go_on(self) -> None:
+        """Decide how the next step's updates run, by the norms so far."""
+        self._early = not self.undo or (self._reversible and self.outlook.clear)
 
     def _check_unchanged(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -325,8 +323,8 @@ class HostUpdates:
         gradient."""
         if not self.undo:
             raise StateError(
-                f"the gradient norm {self.norm:.4g} exceeds clip_norm={self.clip_norm} after updates had "
-                "begun, and no room was "
+                f"the gradient norm {self.outlook.norm:.4g} exceeds clip_norm={self.clip_norm} after updates "
+                "had begun, and no room was "
                 "planned to take them back (undo=False). Load the last checkpoint and pass undo=True."
             )
         self.counts["undone"] += 1

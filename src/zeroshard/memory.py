@@ -216,15 +216,20 @@ def gathered(setup: Setup) -> int:
     """Bytes of the pool's buffers after a training step; see `lending`."""
     sizes = {unit.name: Sizes() for unit in setup.units}
     stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
+    changes = set[int]()
     for bundle in setup.bundles:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
             ranks = range(setup.world)
-            stages[bundle.unit][sum(setup.code_bytes(bundle, r) for r in ranks), "uint8"] += 1
+            stage = sum(setup.code_bytes(bundle, r) for r in ranks)
+            if setup.changes:  # one after another, when parameters are handed on
+                changes.add(stage)
+            else:
+                stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
     at_once = setup.overlaps and setup.resident  # all are published at once
     most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
-    return lasting + sum(numel * WIDTHS["float32"] for numel in scratches)
+    return lasting + sum(changes) + sum(numel * WIDTHS["float32"] for numel in scratches)

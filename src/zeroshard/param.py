@@ -30,7 +30,7 @@ from .codec import Codec
 from .comm import Region, Transport, Work
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
-from .published import CodedRows
+from .published import ChangedRows, CodedRows, coded_rows
 from .shard import Param, SplitMaster
 from .tier import Copies, Mark, Streaming, Stretch, pinned
 
@@ -114,7 +114,7 @@ class Bundle:
         moves = self.transport.size > 1 and any(s.split != "copy" for s in self.pack.slots)
         if moves and codec is not None and self.dtype.is_floating_point:
             width = self.dtype.itemsize
-            self.coded = CodedRows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
+            self.coded = coded_rows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
             moves = False
         streams = moves and self.rests.rows == "host" and self.transport.staged
         if moves and not streams:
@@ -210,14 +210,24 @@ class Bundle:
                 if written or index not in self.updated_by_host:
                     row.copy_(local)
         if self.coded is not None:
-            piece = self.master if self.master is not None else self.rows
-            assert piece is not None
-            self.coded.encode(piece)
+            self.coded.encode(self._piece)
         if self._mirrored:
             assert self.region is not None
             source = self.rows if self.rows is not None else self.full
             assert source is not None
             self.region.mine.copy_(source)
+
+    @property
+    def _piece(self) -> Tensor:
+        piece = self.master if self.master is not None else self.rows
+        assert piece is not None
+        return piece
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Where changes travel: after `refresh` of all bundles, on all ranks."""
+        if isinstance(self.coded, ChangedRows):
+            self.coded.exchange("publish" if self.resident else "gather", self._piece)
 
     def gather(self, epoch: int) -> None:
         """Start to fetch the peers' rows of this epoch, unless they are here or on their way."""
@@ -232,12 +242,12 @@ class Bundle:
                 self.full = self.pool.take(self.pack.full, self.dtype, self)
             _, out = self._views_of(self.full)
             kind = "publish" if self.resident else "gather"
-            if self.coded is not None:
+            if self.coded is not None and not self.coded.at_hand:
                 if self._stage is None:
                     self._stage = self.pool.take(self.coded.stage_bytes, torch.uint8, self.coded)
                 self._work = self.coded.fetch(kind, self._stage)
             elif self.region is None:
-                if not self.resident:
+                if not self.resident and self.coded is None:
                     self._fetch(out[self.transport.rank])
             else:
                 self._work = self.transport.gather(kind, self.key, self.region, self._cuts, out)
@@ -267,8 +277,9 @@ class Bundle:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            if self.coded is not None and self._stage is not None:
+            if self.coded is not None and (self.coded.at_hand or self._stage is not None):
                 self.coded.spread(self._stage, self._views_of(self.full)[1])
+            if self._stage is not None:
                 self.pool.give(self._stage)
                 self._stage = None
             if not self.resident:

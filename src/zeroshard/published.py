@@ -6,6 +6,8 @@ afresh, so nothing adds up.
 
 - `region`  uint8, this rank's code, which peers read.
 - `stage`   uint8, the codes of all other ranks as they arrive; the caller's.
+- `believed` fp32, the pieces of all ranks: with `Delta`, what all ranks take the rows to be. Codes are of the
+  difference, and are added to it once a step, by all ranks together.
 - a scratch of fp32 numbers, the length of the longest piece, lent by the pool while a piece is decoded.
 """
 
@@ -16,15 +18,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .codec import Codec
+from .codec import Codec, Delta
 from .coding import in_words
 from .comm import Transport, Work
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
+from .private import Private, in_wire
+
+SETTLING = 8  # rounds of four bits say all of an fp32 number
 
 
 class CodedRows:
     """One bundle's rows as codes."""
+
+    at_hand = False  # what is gathered need not be fetched
 
     def __init__(
         self,
@@ -58,8 +65,9 @@ class CodedRows:
         """This rank's newest rows, in the layout of a piece, for the peers to fetch."""
         rank = self.transport.rank
         numel, size = self._bodies[rank], self._sizes[rank]
-        scratch = self._take() if piece.dtype != torch.float32 else None
+        scratch = self._take() if self.at_hand or piece.dtype != torch.float32 else None
         values = piece[:numel] if scratch is None else scratch[:numel].copy_(piece[:numel])
+        self._prepare(values)
         code = torch.empty(size, dtype=torch.uint8, device=values.device) if self._mirrored else None
         self._turn += 1
         self.codec.encode(values, self.region.mine[:size] if code is None else code, {}, self._turn)
@@ -67,6 +75,9 @@ class CodedRows:
             self.region.mine[:size].copy_(code)
         if scratch is not None:
             self.pool.give(scratch)
+
+    def _prepare(self, values: Tensor) -> None:
+        """Make of the rows what is encoded: the rows."""
 
     def fetch(self, kind: str, stage: Tensor) -> Work:
         rank = self.transport.rank
@@ -86,22 +97,93 @@ class CodedRows:
         """What has been sent since is so much shorter than the rows are."""
         self.transport.counters.add_spared(kind, round((self.sent(kind) - before) * (self._ratio - 1.0)))
 
-    def spread(self, stage: Tensor, out: Sequence[Sequence[Tensor]]) -> None:
+    def spread(self, stage: Tensor | None, out: Sequence[Sequence[Tensor]]) -> None:
         """Decode what has come, and this rank's own; `out`: per rank, where the rows of each slot go."""
+        assert stage is not None
         scratch = self._take()
         for rank, rows in enumerate(out):
-            size, at = self._sizes[rank], self._at[rank]
-            if size == 0:
+            if self._sizes[rank] == 0:
                 continue
-            code = self.region.mine[:size] if rank == self.transport.rank else stage[at : at + size]
             values = scratch[: self._bodies[rank]]
-            self.codec.decode(code.to(values.device), values, add=False)
+            self.codec.decode(self._code(rank, stage).to(values.device), values, add=False)
             pieces = [values[start : start + n] for start, n in self.pack.cuts_of_pieces()[rank]]
             torch._foreach_copy_(list(rows), pieces)
         self.pool.give(scratch)
 
+    def _code(self, rank: int, stage: Tensor) -> Tensor:
+        size, at = self._sizes[rank], self._at[rank]
+        return self.region.mine[:size] if rank == self.transport.rank else stage[at : at + size]
+
     def _take(self) -> Tensor:
         return self.pool.take(max(self._bodies), torch.float32, self)
+
+
+class ChangedRows(CodedRows):
+    """Codes of what has changed; see `Delta`."""
+
+    at_hand = True
+
+    def __init__(
+        self,
+        key: str,
+        pack: Pack,
+        codec: Codec,
+        itemsize: int,
+        transport: Transport,
+        pool: Pool,
+        ledger: Ledger,
+    ) -> None:
+        super().__init__(key, pack, codec, itemsize, transport, pool, ledger)
+        self.believed = torch.zeros(pack.wire, device=pool.device)
+        ledger.book("parameters", self.believed.nbytes)
+
+    def _prepare(self, values: Tensor) -> None:
+        values.sub_(self._believed(self.transport.rank))
+
+    def _believed(self, rank: int) -> Tensor:
+        at = self.pack.starts[rank]
+        return self.believed[at : at + self._bodies[rank]]
+
+    def exchange(self, kind: str, piece: Tensor) -> None:
+        """Add the changes of all ranks to what is believed. Every rank calls it once a step, after `encode`.
+        Where nothing is believed yet, as often as it takes to know all."""
+        first = self._turn == 1 and not bool(self.believed.any())
+        for number in range(SETTLING if first else 1):
+            if number:
+                self.transport.fence()  # peers have read the last change
+                self.encode(piece)
+                self.transport.open()
+            stage = self.pool.take(self.stage_bytes, torch.uint8, self)
+            self.fetch(kind, stage).wait()
+            for rank, size in enumerate(self._sizes):
+                if size:
+                    values = self._believed(rank)
+                    self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+            self.pool.give(stage)
+
+    def spread(self, stage: Tensor | None, out: Sequence[Sequence[Tensor]]) -> None:
+        for rank, rows in enumerate(out):
+            values = self._believed(rank)
+            torch._foreach_copy_(
+                list(rows), [values[at : at + n] for at, n in self.pack.cuts_of_pieces()[rank]]
+            )
+
+    def private(self) -> list[Private]:
+        """What is believed, for checkpoints: the same on all ranks."""
+        return in_wire(self.pack, self.believed, f"believed, {self.codec!r}", "same")
+
+
+def coded_rows(
+    key: str,
+    pack: Pack,
+    codec: Codec,
+    itemsize: int,
+    transport: Transport,
+    pool: Pool,
+    ledger: Ledger,
+) -> CodedRows:
+    kind = ChangedRows if isinstance(codec, Delta) else CodedRows
+    return kind(key, pack, codec, itemsize, transport, pool, ledger)
 
 
 class _Fetch:

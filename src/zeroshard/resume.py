@@ -251,7 +251,9 @@ def adopt(
         runtime.steps, runtime.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
         updates = runtime.host.updates if runtime.host is not None else None
         if updates is not None and (norm := values.get("host_norm") or runtime.norm):
-            updates.resume(float(norm))
+            updates.outlook.see(float(norm))
+            updates.outlook.swing = float(values.get("host_swing", updates.outlook.swing))
+            updates.go_on()
         extra: dict[str, Any] = dict(values.get("extra", {}))
     except CheckpointError:
         raise

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .codec import Codec, Compression, LowRank, Rows
+from .codec import Codec, Compression, Delta, LowRank, Rows
 from .errors import OptionError
 from .policy import Adaptive, Delayed, EveryStep, Local, Sync
 
@@ -98,6 +98,11 @@ def check_compress(routes: Routes, sync: Sync, offloads: bool = False) -> None:
             f"{frozen[0]!r} keeps Adam's second moments beside torch's own, and with offload= the host "
             "updates them: drop freeze=True, or offload=."
         )
+    if any(isinstance(codec, Delta) for _, codec in every):
+        raise OptionError(
+            "Delta(...) sends what has changed in the parameters: pass it as gather=. Gradients are changes "
+            "already; the codec inside it is one for compress=."
+        )
     delays = any(isinstance(choice, Delayed) for choice in choices)
     if delays and any(isinstance(codec, LowRank) for _, codec in routes):
         raise OptionError(
@@ -122,6 +127,11 @@ def check_gather(codec: object, stage: int, offloads: bool) -> None:
         raise OptionError(
             "gather= encodes parameters that ranks fetch from one another, and at stage 0 every rank updates "
             "all of them itself: drop it, or pass stage=1, 2 or 3."
+        )
+    if offloads and isinstance(codec, Delta):
+        raise OptionError(
+            "gather=Delta(...) keeps what all ranks believe on the device, which offload= is there to spare: "
+            "pass gather=zs.Int8(), or drop offload=."
         )
     if offloads and stage < 3:
         raise OptionError(

@@ -153,11 +153,10 @@ class Runtime:
             self.transport.open()
             self._epoch += 1
             self._stale = False
-            if self._overlaps:
-                for unit in self.units:
-                    for bundle in unit.bundles:
-                        if bundle.resident:
-                            bundle.gather(self._epoch)
+            for bundle in self.bundles:
+                bundle.exchange()
+                if self._overlaps and bundle.resident:
+                    bundle.gather(self._epoch)
 
     def _abandon(self) -> None:
         """A backward died half way. One rank can start afresh; several cannot know what the others have

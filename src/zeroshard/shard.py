@@ -86,13 +86,15 @@ class SplitMaster:
         return join(self._weight[start:stop].to(rest.device), rest)
 
     def write(self, start: int, values: Tensor) -> None:
-        weight, rest = (half[start : start + values.numel()] for half in (self._weight, self._remainder))
-        if weight.device == rest.device:
-            split(values.to(rest.device), (weight, rest))
-            return
-        near = torch.empty_like(weight, device=rest.device)
-        split(values.to(rest.device), (near, rest))
-        weight.copy_(near)
+        halves = [half[start : start + values.numel()] for half in (self._weight, self._remainder)]
+        here = values.device  # split where the values are, and move half as many bytes
+        weight, rest = (
+            half if half.device == here else torch.empty_like(half, device=here) for half in halves
+        )
+        split(values, (weight, rest))
+        for half, made in zip(halves, (weight, rest), strict=True):
+            if made is not half:
+                half.copy_(made)
 
 
 class Param:

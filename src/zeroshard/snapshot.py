@@ -244,7 +244,7 @@ def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
     return {
         "step": runtime.steps,
         "norm": runtime.norm,
-        "host_norm": updates.norm if updates is not None else None,
+        **({"host_norm": updates.outlook.norm, "host_swing": updates.outlook.swing} if updates else {}),
         "world": runtime.transport.size,
         "sync": runtime.pace.values(),
         "options": settings_of(runtime.options),

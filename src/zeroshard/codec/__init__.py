@@ -2,6 +2,7 @@
 
 from zeroshard.codec.base import Codec, Compression, from_settings
 from zeroshard.codec.cast import Cast
+from zeroshard.codec.delta import Delta
 from zeroshard.codec.integers import Int4, Int8
 from zeroshard.codec.lowrank import LowRank
 from zeroshard.codec.onebit import OneBit
@@ -12,6 +13,7 @@ __all__ = [
     "Cast",
     "Codec",
     "Compression",
+    "Delta",
     "Int4",
     "Int8",
     "LowRank",

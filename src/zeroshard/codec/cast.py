@@ -54,10 +54,8 @@ class Cast(Codec):
         if out.device.type == "cpu":
             land = accumulate if add else cast
             spread(out.numel(), 1, lambda start, stop: land(out[start:stop], halves[start:stop]))
-        elif not add:
-            out.copy_(halves)
-        elif out.device.type != "cuda" or not gpu.add_halves(halves, out):
-            out.add_(halves)
+        elif out.device.type != "cuda" or not gpu.widen(halves, out, add):
+            out.add_(halves) if add else out.copy_(halves)
 
     def _halves(self, code: Tensor, numel: int) -> Tensor:
         return code[: 2 * numel].view(getattr(torch, self.dtype))

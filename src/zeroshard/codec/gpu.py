@@ -44,13 +44,13 @@ def decode(form: Blocks, scales: Tensor, packed: Tensor, out: Tensor, add: bool)
     return True
 
 
-def add_halves(halves: Tensor, out: Tensor) -> bool:
-    """Add 16-bit numbers to fp32 ones; False where it has done nothing."""
+def widen(halves: Tensor, out: Tensor, add: bool) -> bool:
+    """16-bit numbers as fp32 ones, or added to those there; False where it has done nothing."""
     kernels = _kernels_for(out)
     if kernels is None:
         return False
     whole, rest = divmod(out.numel(), TILE)
-    _start(kernels.add_halves, (halves, out, out.numel()), whole, int(rest > 0))
+    _start(kernels.widen, (halves, out, out.numel()), whole, int(rest > 0), ADD=add)
     return True
 
 
@@ -103,6 +103,6 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 def _try(kernels: Any, device: torch.device) -> None:
     halves, out = torch.ones(4, dtype=torch.bfloat16, device=device), torch.ones(4, device=device)
-    _start(kernels.add_halves, (halves, out, 4), 0, 1)
+    _start(kernels.widen, (halves, out, 4), 0, 1, ADD=True)
     if out.tolist() != [2.0] * 4:
         raise RuntimeError("it computes wrong sums here")

@@ -147,10 +147,10 @@ def decode_blocks(
 
 
 @triton.jit(do_not_specialize=["count"])
-def add_halves(halves, out, count, MASKED: tl.constexpr):
-    """out += halves: torch's own addition of two dtypes is not vectorised."""
+def widen(halves, out, count, ADD: tl.constexpr, MASKED: tl.constexpr):
+    """out = halves, or out += halves: torch's own copy and addition of two dtypes are not vectorised."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     if MASKED:
         at += count // TILE * TILE
     mask = (at < count) if MASKED else None
-    _land(out, at, mask, tl.load(halves + at, mask=mask).to(tl.float32), True)
+    _land(out, at, mask, tl.load(halves + at, mask=mask).to(tl.float32), ADD)

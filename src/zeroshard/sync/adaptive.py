@@ -8,6 +8,7 @@ all ranks change in the same step, or none does.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -175,14 +176,16 @@ class AdaptivePace(Pace):
 
     @torch.no_grad()
     def _norm(self) -> float:
-        """Of this rank's gradients: how much it changes is all that is asked."""
+        """Of this rank's gradients: how much it changes is all that is asked. An overflow, which is skipped
+        and comes on one rank, is no news: 0."""
         grads = [
             Faces.local(p.home.grad)
             for update in self.updates
             for p in update.params.values()
             if p.home.grad is not None
         ]
-        return float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+        norm = float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+        return norm if math.isfinite(norm) else 0.0
 
     # ------------------------------------------------------------------ changing over
 
@@ -229,7 +232,7 @@ class AdaptivePace(Pace):
                 # Several codecs keep something about the same parameter.
                 of = "" if own is None else f" of {own!r}"
                 found += [replace(held, key=held.key + of) for held in pace.gradients.private()]
-        return found
+        return [*found, *self.beliefs]
 
     def values(self) -> dict[str, Any]:
         names = [repr(choice) for choice in self.policy.choices]

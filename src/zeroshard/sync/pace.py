@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Pace:
     label = "EveryStep()"
     early = False  # what it keeps changes during backward, not only in an update
     apart = False  # ranks train apart: nobody reads this rank's rows between meetings
+
+    beliefs: Sequence[Private] = ()  # what all ranks take the parameters to be, where changes travel
 
     def __init__(self, gradients: Gradients | LocalGradients) -> None:
         self.gradients = gradients
@@ -67,7 +69,7 @@ class Pace:
 
     def private(self) -> list[Private]:
         """What each rank has of its own about the same tensors; a load writes into it."""
-        return self.gradients.private()
+        return [*self.gradients.private(), *self.beliefs]
 
     def values(self) -> dict[str, Any]:
         """Plain data to be saved, the same on all ranks."""
