@@ -45,6 +45,7 @@ def run_link(share: float, options: argparse.Namespace) -> dict[str, object]:
             options.width,
             options.forward_ms / 1e3,
             options.steps,
+            options.host_share * computing(options),
         )
         for rank in range(WORLD)
     ]
@@ -87,7 +88,8 @@ def write(path: Path, results: list[dict[str, object]], options: argparse.Namesp
         f"{options.blocks} blocks of {options.width}², fp32, AdamW. A block's forward is a sleep of "
         f"{options.forward_ms:g} ms, its backward of twice that. The first quartile of {options.steps} steps "
         "(the machine was shared), the slower rank. `one bucket` sends nothing before backward has ended: "
-        "what no overlap costs.",
+        f"what no overlap costs. An update on the host is made to take {options.host_share:.0%} of the "
+        "computation by a sleep.",
     ]
     for result in results:
         table = tabulate(result)
@@ -118,6 +120,9 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--forward-ms", type=float, default=15.0)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--host-share", type=float, default=0.9, help="of the computation that an update on the host takes"
+    )
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--out", nargs="?", const="", metavar="FILE.json")
     options = parser.parse_args()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ class Task:
     width: int
     forward: float  # seconds of one block's forward; backward takes twice as long
     steps: int
+    update: float = 0.0  # seconds that the host's update of all parameters is made to take, where it is one
     answer: str = ""
 
 
@@ -55,6 +57,7 @@ def modes() -> dict[str, dict[str, Any]]:
     import zeroshard as zs
 
     late = {"bucket_bytes": 1 << 30}
+    host = {"offload": zs.Offload(), "clip_norm": math.inf}
     return {
         "stage 2, one bucket": {"stage": 2, **late},
         "stage 2": {"stage": 2, "bucket_bytes": BUCKET},
@@ -69,6 +72,13 @@ def modes() -> dict[str, dict[str, Any]]:
         "stage 3, prefetch 0": {"stage": 3, "bucket_bytes": BUCKET, "prefetch": 0},
         "stage 3, prefetch 2": {"stage": 3, "bucket_bytes": BUCKET, "prefetch": 2},
         "stage 3, Delayed": {"stage": 3, "bucket_bytes": BUCKET, "prefetch": 2, "sync": zs.Delayed()},
+        "stage 2, host update": {"stage": 2, "bucket_bytes": BUCKET, **host},
+        "stage 2, host update, Delayed": {
+            "stage": 2,
+            "bucket_bytes": BUCKET,
+            "sync": zs.Delayed(),
+            **host,
+        },
     }
 
 
@@ -134,6 +144,21 @@ def build(task: Task, recorder: Recorder) -> Any:
     return nn.Sequential(*(Block() for _ in range(task.blocks)))
 
 
+def slow_down(host: Any, seconds: float, recorder: Recorder) -> None:
+    """Make the updates of all parts together take so long, and note when training waits for them."""
+    update, wait, each = host._update, host.wait, seconds / len(host.parts)
+
+    def slowly(staged: Any) -> None:
+        time.sleep(each)
+        update(staged)
+
+    def waiting(part: Any) -> None:
+        with recorder.span("wait host"):
+            wait(part)
+
+    host._update, host.wait = slowly, waiting
+
+
 def train(task: Task, options: dict[str, Any]) -> Record:
     import torch
     import torch.distributed as dist
@@ -145,6 +170,8 @@ def train(task: Task, options: dict[str, Any]) -> Record:
     model = build(task, recorder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = zs.shard(model, optimizer, transport="gloo", **options)
+    if run._runtime.host is not None:
+        slow_down(run._runtime.host.updates, task.update, recorder)
     plain = Counters.waiting
 
     @contextlib.contextmanager
@@ -182,7 +209,8 @@ def train(task: Task, options: dict[str, Any]) -> Record:
         watcher.join()
     record = recorder.record
     record.step = sorted(lasted)[len(lasted) // 4]
-    record.waited = sum(spent.waited.values()) / task.steps
+    on_host = sum(stop - start for what, start, stop in record.spans if what == "wait host")
+    record.waited = (sum(spent.waited.values()) + on_host) / task.steps
     record.sent = sum(spent.sent.values()) / task.steps
     dist.barrier()
     run.close()

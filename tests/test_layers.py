@@ -39,7 +39,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "outlook",
         "units",
     ),
-    ("machine", "planner", "pricing", "choice", "trace", "frames", "page"),
+    ("machine", "planner", "pricing", "choice", "trace", "meter", "traffic", "fused", "frames", "page"),
     ("tier",),
     ("comm",),
     ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),

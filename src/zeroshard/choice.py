@@ -197,5 +197,6 @@ def halved(question: Question) -> Question:
 
 
 def _half(segment: Segment) -> Segment:
-    halves = {name: getattr(segment, name) // 2 for name in ("saved", "forward", "backward", "flops", "back")}
+    counts = ("saved", "forward", "backward", "flops", "back", "moved")
+    halves = {name: getattr(segment, name) // 2 for name in counts}
     return replace(segment, **halves, levels=tuple(level // 2 for level in segment.levels))

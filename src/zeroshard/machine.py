@@ -19,15 +19,16 @@ class Machine:
     """One device and its share of what surrounds it.
 
     - `memory`: bytes of the device. `half`, `full`: operations a second in 16 bits and in fp32.
-      `efficiency`: share reached.
+      `efficiency`: share that a model's matrix products reach.
     - `memory_rate`: bytes a second of the device's memory; `host_rate`: of the host's, for all ranks of a
       node together.
     - `pcie`: bytes a second between host and device, each way. `link`: between devices of a node.
       `network`: a device's share of what its node sends to others. `disk_rate`: bytes a second that a node's
       disk reads or writes.
     - `node`: devices of one node. `latency`: seconds that an exchange takes beside its bytes.
-    - `margin`, `workspace`: what the device's allocator takes beside what is asked of it, as a share of it
-      and in bytes; measured (see `measure`), and zero where nothing was.
+    - `workspace`: bytes that the device's matrix products keep for themselves; `margin`: what its allocator
+      takes beside what is asked of it, as a share. Measured (see `measure`), and zero where nothing was.
+    - `gpu`: whether a trace has the kernels of a GPU, or those of the CPU.
     """
 
     name: str
@@ -41,11 +42,12 @@ class Machine:
     host_rate: float = 200e9
     disk_rate: float = 3e9
     node: int = 8
-    efficiency: float = 0.45
+    efficiency: float = 0.6  # as an H200 was measured
     latency: float = 20e-6
     margin: float = 0.0
     workspace: int = 0
     source: str = ""
+    gpu: bool = True
 
 
 def _gpu(

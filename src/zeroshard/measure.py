@@ -26,8 +26,9 @@ from .comm import Transport
 from .errors import OptionError
 from .machine import Machine
 from .native import AdamRows, AdamStep, Workers, adam_update, usable_cores
+from .traffic import Traffic
 
-FORMAT = 1
+FORMAT = 2
 
 
 def here(device: torch.device, again: bool = False) -> Machine:
@@ -168,7 +169,7 @@ def _update_rate(numel: int) -> float:
             adam_update(rows, grad[start:stop], weight[start:stop], step, start=start, stop=stop)
 
         def once() -> None:
-            workers.spread(numel, 1 << 18, chunk)
+            workers.spread(numel, -(-numel // len(usable_cores())), chunk)  # a share for each, as in a run
 
         once()
         return 28 * numel / _seconds(once, torch.device("cpu"))
@@ -195,30 +196,32 @@ class _Layer(nn.Module):
         return result
 
 
-def _layer_rate(width: int, length: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of forward and backward of a block."""
+def _layer_rate(rows: int, width: int, dtype: torch.dtype, device: torch.device, memory_rate: float) -> float:
+    """Operations a second of the matrix products in forward and backward of a block: its time without what
+    all else takes to read and write. On a GPU over so many rows that launching it is no part of the time."""
     layer = _Layer(width).to(device, dtype)
-    x = torch.randn(2, length, width, device=device, dtype=dtype, requires_grad=True)
-    tokens = 2 * length
-    flops = 6 * tokens * 12 * width**2 + 3 * 4 * tokens * length * width
+    x = torch.randn(rows, width, width, device=device, dtype=dtype, requires_grad=True)
 
     def once() -> None:
         layer(x).sum().backward()
 
     once()
-    return flops / _seconds(once, device)
+    with Traffic() as cost:
+        once()
+    seconds = _seconds(once, device)
+    rate: float = cost.flops / max(seconds - cost.moved / memory_rate, seconds / 2)
+    return rate
 
 
 def _measured_cpu() -> Machine:
     device = torch.device("cpu")
     full = _matmul_rate(512, torch.float32, device)
     copies = _copy_rate(2**22, device)
+    wide, narrow = (_layer_rate(2, 128, d, device, copies) for d in (torch.float32, torch.bfloat16))
     return Machine(
         name="this CPU",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        half=_layer_rate(128, 128, torch.bfloat16, device)
-        * full
-        / _layer_rate(128, 128, torch.float32, device),
+        half=narrow * full / wide,
         full=full,
         memory_rate=copies,
         pcie=copies / 2,
@@ -226,9 +229,10 @@ def _measured_cpu() -> Machine:
         network=copies / 2,
         host_rate=_update_rate(2**20),
         node=max(len(usable_cores()), 1),
-        efficiency=min(_layer_rate(128, 128, torch.float32, device) / full, 1.0),
+        efficiency=min(wide / full, 1.0),
         latency=50e-6,
         source="measured",
+        gpu=False,
     )
 
 
@@ -240,18 +244,19 @@ def _measured_gpu(device: torch.device) -> Machine:
     there = torch.empty(2**26, dtype=torch.uint8, device=device)
     pcie = 2**26 / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
     margin, workspace = _allocator(device)
+    memory_rate = _copy_rate(2**28, device)
     count = max(torch.cuda.device_count(), 1)
     return Machine(
         name=torch.cuda.get_device_name(device),
         memory=torch.cuda.get_device_properties(device).total_memory,
         half=half,
         full=_matmul_rate(4096, torch.float32, device),
-        memory_rate=_copy_rate(2**28, device),
+        memory_rate=memory_rate,
         pcie=pcie,
         link=_peer_rate(device) or pcie,
-        host_rate=_update_rate(2**24),
+        host_rate=_update_rate(2**26),
         node=count,
-        efficiency=min(_layer_rate(2048, 2048, torch.bfloat16, device) / half, 1.0),
+        efficiency=min(_layer_rate(8, 2048, torch.bfloat16, device, memory_rate) / half, 1.0),
         margin=margin,
         workspace=workspace,
         source="measured",
@@ -270,13 +275,16 @@ def _peer_rate(device: torch.device) -> float | None:
 
 def _allocator(device: torch.device) -> tuple[float, int]:
     """What the caching allocator reserves beside what a training step asks of it, as a share; and what
-    matrix products take for themselves, in bytes."""
+    matrix products take for themselves, in bytes: cuBLAS once for the thread of forward and once for that of
+    backward."""
     torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    small = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
+    small = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     before = torch.cuda.memory_allocated(device)
-    made = small @ small
-    workspace = max(torch.cuda.memory_allocated(device) - before - made.nbytes, 0)
+    (small @ small).sum().backward()
+    small.grad = None
+    workspace = max(torch.cuda.memory_allocated(device) - before, 0)
     torch.cuda.reset_peak_memory_stats(device)
     resting = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     layers = nn.Sequential(*(_Layer(1024) for _ in range(8))).to(device, torch.bfloat16)

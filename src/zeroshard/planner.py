@@ -420,8 +420,11 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
 
 def with_margin(question: Question, moment: Moment) -> Moment:
     """With what the machine's allocator and kernels take beside what is asked of it, as measured."""
-    margin = int(moment.total * question.machine.margin) + question.machine.workspace
-    return Moment(moment.where, moment.kinds | {"margin": margin}) if margin else moment
+    workspace = question.machine.workspace
+    margin = int((moment.total + workspace) * question.machine.margin)
+    if not margin and not workspace:
+        return moment
+    return Moment(moment.where, moment.kinds | {"workspace": workspace, "margin": margin})
 
 
 def fullest(question: Question, setup: Setup, segments: tuple[Segment, ...]) -> Moment:

@@ -312,12 +312,10 @@ def trace(
 
     setup = Setup(question.units, question.options, question.world, question.rules)
     compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in question.units for w in unit.weights}
-    chosen = set(recomputed)
+    chosen, names = set(recomputed), [u.name for u in question.units if u.name]
     try:
         return tuple(
-            Tracer(model, [u.name for u in question.units if u.name], chosen.__contains__, compute).run(
-                inputs, loss
-            )
+            Tracer(model, names, chosen.__contains__, compute, question.machine.gpu).run(inputs, loss)
         )
     except PlanError:
         raise

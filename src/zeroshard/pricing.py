@@ -60,6 +60,7 @@ def seconds_of(
     work = sum(s.flops + (s.back or s.flops * (3 if setup.recomputes(s.unit) else 2)) for s in segments)
     narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
     compute = work / ((machine.half if narrow else machine.full) * machine.efficiency)
+    compute += sum(s.moved for s in segments) / machine.memory_rate
     rate = machine.link if setup.world <= ranks_per_node else machine.network
     exchange = sum(sent.values()) / rate + _messages(setup) * machine.latency
     alone = exchange if not setup.overlaps else sent.get("gather", 0) / rate if not _ahead(setup) else 0.0
@@ -67,6 +68,7 @@ def seconds_of(
     beside = {"compute": compute, "exchange": exchange - alone}
     held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.bundles), default=4)
     touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
+    touched["device"] += held["device"] * _widened(setup, width)
     last = 0.0  # what comes after all that runs side by side
     if touched["device"]:
         parts["update"] = last = touched["device"] / machine.memory_rate
@@ -76,7 +78,9 @@ def seconds_of(
         # Gradients go out while weights come in; streamed weights come in twice more, forward and backward.
         parts["copies"] = beside["copies"] = (away + 2 * streamed) * width / machine.pcie
     if away:
-        update = (touched["host"] + touched["disk"]) / (machine.host_rate / ranks_per_node)
+        # The copies of gradients and weights go through the same memory.
+        through = touched["host"] + touched["disk"] + 2 * away * width
+        update = through * ranks_per_node / machine.host_rate
         parts["host update"] = update
         native = bool(setup.parts) and all(part.native for part in setup.parts)
         beside, last = (beside | {"host update": update}, last) if native else (beside, last + update)
@@ -110,3 +114,10 @@ def _touched(setup: Setup, width: int) -> int:
     master = max((WIDTHS[b.master] for b in setup.bundles), default=4)
     moments = max((rule.moments for rule in setup.rules), default=0)
     return 2 * master * (1 + moments) + 2 * width
+
+
+def _widened(setup: Setup, width: int) -> int:
+    """Bytes for each element on the device beside that: torch's own step needs the gradient in the master's
+    dtype, written and read, and reads the master again to make the weight."""
+    master = max((WIDTHS[b.master] for b in setup.bundles), default=4)
+    return 3 * master if width < master else 0

@@ -21,6 +21,7 @@ KINDS = (
     "activations",
     "update",
     "inputs",
+    "workspace",
     "margin",
 )
 WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
@@ -35,6 +36,7 @@ class Segment:
     - `forward`, `backward`: the most that lives meanwhile beyond what was saved before, and beyond what is
       still saved.
     - `flops`, `back`: operations of its forward, and of its backward with what is recomputed there.
+      `moved`: bytes that all else reads and writes, forward and backward.
     - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
       `backward` before the first, after the first, and so on. Empty where no step was traced.
     """
@@ -45,6 +47,7 @@ class Segment:
     backward: int = 0
     flops: int = 0
     back: int = 0
+    moved: int = 0
     order: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
 from .errors import PlanError
+from .fused import as_on_gpu
+from .meter import Meter
 from .timeline import Segment
 
 Loss = Callable[[Any], Tensor]
@@ -71,6 +71,7 @@ class _Stretch:
     forward: int = 0
     flops: int = 0
     back: int = 0
+    moved: int = 0
     order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
     levels: list[int] = field(
         default_factory=list
@@ -88,50 +89,22 @@ class _Stretch:
         source = self.like or self
         order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
         most = max(source.levels, default=0)
-        levels = tuple(source.levels)
         return Segment(
-            self.unit, source.saved, source.forward, most, source.flops, source.back, order, levels
+            self.unit,
+            source.saved,
+            source.forward,
+            most,
+            source.flops,
+            source.back,
+            source.moved,
+            order,
+            tuple(source.levels),
         )
-
-
-class _Meter(TorchDispatchMode):
-    """Counts the bytes of storages that operations make and that still live, and tells whoever listens of
-    every rise."""
-
-    def __init__(self, rise: Callable[[int], None], work: Callable[[int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self._rise, self._work = 0, rise, work
-        self._known: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self._work(int(formula(*args, **(kwargs or {}), out_val=result)))
-        for tensor in tree_flatten(result)[0]:
-            if isinstance(tensor, Tensor):
-                self._meet(tensor)
-        return result
-
-    def ignore(self, tensor: Tensor) -> None:
-        """Leave out a tensor, which the caller keeps, and all views of it."""
-        self._known[tensor.untyped_storage()._cdata] = 0
-
-    def _meet(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._part, storage._cdata)
-            self._rise(self.now)
-
-    def _part(self, key: int) -> None:
-        self.now -= self._known.pop(key, 0)
 
 
 class Tracer:
     """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
-    dtype of each weight."""
+    dtype of each weight; `gpu`: with the kernels of a GPU."""
 
     def __init__(
         self,
@@ -139,8 +112,10 @@ class Tracer:
         names: Sequence[str],
         recompute: Callable[[str], bool],
         compute: dict[str, torch.dtype],
+        gpu: bool = False,
     ) -> None:
         self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
+        self._kernels = as_on_gpu if gpu else nullcontext
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
         self._stretches: list[_Stretch] = []
         self._backward: _Stretch | None = None
@@ -149,14 +124,15 @@ class Tracer:
         self._grad_bytes = 0  # of those
         self._saved: dict[int, Any] = {}
         self._twins: dict[Any, tuple[_Stretch, Any]] = {}
-        self._meter = _Meter(self._rose, self._worked)
+        self._meter = Meter(self._rose, self._worked, gpu)
 
     def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
         """Forward, loss and backward; the segments in the order of forward."""
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             weights = self._weights()
             args, kwargs = self._fake(inputs)
-            with self._watched(), self._meter, saved_tensors_hooks(self._pack, self._unpack):
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            with self._watched(), self._meter, hooks, self._kernels():
                 functional_call(_Step(self.model, partial(self._step, inputs, loss)), weights, args, kwargs)
         ends = (self._stretches[0], self._stretches[-1])
         return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
@@ -328,11 +304,13 @@ class Tracer:
                 break
         return total
 
-    def _worked(self, flops: int) -> None:
+    def _worked(self, flops: int, moved: int) -> None:
         if self._backward is None:
             self._stretches[-1].flops += flops
+            self._stretches[-1].moved += moved
         else:
             self._backward.back += flops
+            self._backward.moved += moved
 
     def _pack(self, tensor: Tensor) -> Any:
         stretch = self._backward or self._stretches[-1]
