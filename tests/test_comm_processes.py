@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_ranks import KINDS, Ranks
+from nccl_case import nccl_over_gloo
 
-from zeroshard.comm import NcclTransport, Transport, connect, control, link, memfd, shm, watch
+from zeroshard.comm import Transport, connect, control, link, memfd, shm, watch
 from zeroshard.errors import OptionError, RankError
 
 pytestmark = pytest.mark.ranks
@@ -33,34 +33,6 @@ def sums(transport: Transport) -> list[float]:
     out = torch.empty(pieces[transport.rank])
     transport.reduce("gradients", "wire", wire, pieces, out, 0.3).wait()
     return out.tolist()
-
-
-class FakeStream:
-    """Stands in for a stream of a GPU: everything has always happened already."""
-
-    def __init__(self, device: object = None) -> None:
-        pass
-
-    def record(self, stream: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-
-def nccl_over_gloo(store: Any) -> NcclTransport:
-    """The NCCL transport over gloo and on the CPU: its padding, packing and sums are the real ones."""
-    cuda: Any = torch.cuda
-    cuda.Stream = cuda.Event = FakeStream
-    cuda.stream = lambda stream: nullcontext()
-    cuda.current_stream = lambda device: FakeStream()
-    return NcclTransport(store, dist.group.WORLD, CPU)
 
 
 def moves(transport: Transport) -> list[list[float]]:
@@ -122,10 +94,10 @@ def connected(rank: int, path: str, report: Report) -> None:
     found: dict[str, Any] = {
         name: (transport.name, sums(transport)) for name, transport in transports.items()
     }
-    nccl = nccl_over_gloo(dist.PrefixStore("nccl", dist.FileStore(path, 2)))
-    found["moves"] = [moves(transport) for transport in (nccl, transports["shm"], transports["gloo"])]
-    nccl.barrier("the end")
-    nccl.close()
+    with nccl_over_gloo(dist.PrefixStore("nccl", dist.FileStore(path, 2))) as nccl:
+        found["moves"] = [moves(transport) for transport in (nccl, transports["shm"], transports["gloo"])]
+        nccl.barrier("the end")
+        nccl.close()
     alone = dist.new_group([rank], use_local_synchronization=True)
     found["alone"] = connect(CPU, group=alone).name
     for name, asked in (("nccl", "nccl"), ("local", "local"), ("differ", ("shm", "gloo")[rank])):

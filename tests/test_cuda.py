@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offload_case import paced
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import zeroshard as zs
 from zeroshard import build
+from zeroshard.native import join, split
+from zeroshard.step import WIDEN_BYTES
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 STEPS = 12
@@ -141,3 +144,26 @@ def test_delays_in_copies_change_no_bit(master: str, monkeypatch: pytest.MonkeyP
     slow_losses, slow_values = train(**options)
     assert torch.equal(losses, slow_losses)
     assert furthest(values, slow_values) == 0.0
+
+
+def test_the_halves_of_a_master_are_those_of_the_host() -> None:
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    for low in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        master = (upper | low).view(torch.float32)
+        weight, remainder = split(master.cuda())
+        want = split(master)
+        assert torch.equal(weight.cpu().view(torch.int16), want[0].view(torch.int16))
+        assert torch.equal(remainder.cpu(), want[1])
+        assert torch.equal(join(weight, remainder).cpu().view(torch.int32), master.view(torch.int32))
+
+
+@pytest.mark.parametrize("clipping", [{}, {"clip_norm": 2.0}], ids=str)
+def test_a_split_master_on_the_device_has_the_bits_of_a_plain_one(
+    clipping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WIDEN_BYTES, "cuda", 40_000)
+    losses, values = train(precision="bf16", offload=zs.Offload("device", master="split"), **clipping)
+    with paced("ties away"):
+        plain_losses, plain_values = train(precision="bf16", **clipping)
+    assert torch.equal(losses, plain_losses)
+    assert furthest(values, plain_values) == 0.0

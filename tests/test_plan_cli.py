@@ -78,6 +78,7 @@ def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> No
             ["--ranks", "4", "--device", "10KiB"],
             "PlanError: no plan fits 10.0 KiB per device",
         ),
+        ("{script}:build", ["--ranks", "4", "--device", "10KiB"], "What would fit: pass --device "),
         ("{script}:absent", LIMITS, "has no function 'absent'. It has: build, build_with_batch, number."),
         ("{script}:number", LIMITS, "returned a int, not a module"),
         ("nowhere.py:build", LIMITS, "there is no file nowhere.py"),

@@ -142,6 +142,19 @@ def test_a_run_that_drifts_says_so_once() -> None:
 
 
 @pytest.mark.ranks
+def test_a_run_out_of_memory_says_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
+    """What a GPU's allocator calls when the limit refuses something."""
+    model, optimizer, batch = case("gpt")
+    run = zs.shard(model, optimizer, limit=plan_case.TOP["gpt"], batch=batch)
+    promise = run._promise
+    assert promise is not None
+    with caplog.at_level("ERROR", "zeroshard"):
+        promise.exceeded(2**30)
+    assert "out of memory: the limit of 5.2 MiB has no room for 1.0 GiB more. Planned were" in caplog.text
+    assert not promise.holds(0)  # no GPU is
+    run.close()
+
+
 def test_a_limit_is_never_exceeded() -> None:
     """Where the drift would exceed the limit itself, it is refused before it is allocated."""
     for _, refused in ranks(2).run(kept_full, 0):

@@ -60,6 +60,24 @@ def test_a_rank_of_a_simulated_world_holds_what_was_predicted(world: int, stage:
     assert all(loss == loss for loss in losses)  # numbers, though not those of a real world
 
 
+def test_rows_that_are_no_chunks_are_not_put_together_wrongly() -> None:
+    """`DTensor` knows even chunks only."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        model = torch.nn.Linear(6, 7)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run = zs.shard(model, optimizer, stage=3, split="level")
+        with pytest.raises(zs.StateError, match=r"full_tensor\(\) of `weight`.*run.gathered\('weight'\)"):
+            model.weight.full_tensor()  # type: ignore[operator]
+        run._hooks.remove()
+        even = torch.nn.Linear(6, 9)
+        run = zs.shard(even, torch.optim.AdamW(even.parameters()), stage=3, split="level")
+        assert even.weight.full_tensor().shape == (9, 6)  # type: ignore[operator]
+        run._hooks.remove()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_rows_on_the_host_are_shown_and_not_copied_to_the_gpu() -> None:
     """A home over a GPU's mesh is the host's own memory: a copy on the GPU would take 4 bytes a parameter
     and never change."""

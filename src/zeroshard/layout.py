@@ -75,6 +75,12 @@ class Slot:
         return rank * each + before
 
     @property
+    def chunked(self) -> bool:
+        """Whether every rank has what `torch.chunk` would give it."""
+        even = self.split == "level" and self.height % self.world == 0
+        return even or self.split in ("rows", "copy")
+
+    @property
     def by_rows(self) -> bool:
         """Whether several ranks have some of it."""
         return self.split in ("rows", "level")

@@ -116,7 +116,9 @@ class Bundle:
             width = self.dtype.itemsize
             self.coded = coded_rows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
             moves = False
-        self.region = self.transport.allocate(self.key, size, self.dtype) if moves else None
+        streams = moves and self.rests.rows == "host" and self.transport.staged
+        if moves and not streams:
+            self.region = self.transport.allocate(self.key, size, self.dtype)
         # Where the transport's memory is not on our device (two ranks on one GPU), the region is a mirror.
         own = self.region.mine if self.region is not None and self.region.mine.device == device else None
         self._mirrored = self.region is not None and own is None
@@ -124,6 +126,8 @@ class Bundle:
             store = pinned(size * self.dtype.itemsize, device).view(self.dtype)
         else:
             store = own if own is not None else torch.zeros(size, dtype=self.dtype, device=device)
+        if streams:
+            self.region = self.transport.over(self.key, store)
         self.full = store if self.resident else None
         self.rows = None if self.resident else store
         kind: Kind = "host" if store.device != device or self.rests.rows == "host" else "parameters"

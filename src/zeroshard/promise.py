@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +189,30 @@ class Promise:
         self._before = float(read(device)) if read is not None else 1.0
         fraction = min(math.nextafter(limit / total, 1.0), 1.0)  # never a byte less by rounding
         torch.cuda.set_per_process_memory_fraction(fraction, device)
+        observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
+        observe(partial(_tell, weakref.ref(self)))
         self._peak_before = torch.cuda.max_memory_allocated(device)
+
+    def holds(self, device: int) -> bool:
+        """Whether the limit of this GPU is its."""
+        return self._before is not None and self._device.index in (None, device)
+
+    def exceeded(self, size: int) -> None:
+        """The limit refuses so many more bytes: say what was planned, and what there is."""
+        now = self._stats().peak if self._stats is not None else {}
+        kinds = [
+            f"{kind} {show_bytes(planned)}, and there are {show_bytes(now[kind])}"
+            for kind, planned in self.planned.items()
+            if now.get(kind, 0) > planned and kind != "device"
+        ]
+        log.error(
+            "rank %d is out of memory: the limit of %s has no room for %s more. Planned were %s%s",
+            self._rank,
+            show_bytes(self.plan.limit),
+            show_bytes(size),
+            "; ".join(kinds) or f"{show_bytes(self.planned['device'])} in all",
+            _CAUSES["activations"] if any(kind.startswith("activations") for kind in kinds) else "",
+        )
 
     def release(self) -> None:
         """Give the allocator its own limit back."""
@@ -241,6 +266,14 @@ class Promise:
     def _is_ours(self, kind: str, actual: int) -> bool:
         """Peaks that a GPU's allocator had before this run are not its."""
         return kind not in ("activations", "device") or actual > getattr(self, "_peak_before", 0)
+
+
+def _tell(promise: weakref.ref[Promise], device: int, size: int, total: int, free: int) -> None:
+    """Torch's allocator is out of memory. An observer cannot be taken away: a run that has ended says
+    nothing."""
+    mine = promise()
+    if mine is not None and mine.holds(device):
+        mine.exceeded(size)
 
 
 _CAUSES = {

@@ -12,6 +12,7 @@ Tensors, and who owns them (one set per parameter):
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -166,9 +167,19 @@ def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Par
         home = original
     else:
         home = nn.Parameter(faces.show(local, slot), requires_grad=original.requires_grad)
+        if not slot.chunked:
+            home.__dict__["full_tensor"] = partial(_no_chunks, slot.name)
     if home.is_floating_point():
         home.grad_dtype = None  # a 16-bit gradient of an fp32 master is what mixed precision keeps
     return home
+
+
+def _no_chunks(name: str, **_: Any) -> Tensor:
+    """`DTensor` would put rows that are no even chunks together wrongly."""
+    raise StateError(
+        f"full_tensor() of `{name}`: its rows are not divided as DTensor assumes (split= level or whole). "
+        f'Use run.gathered({name!r}), or shard with split="rows".'
+    )
 
 
 def _apart(view: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ examples:
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import OptionError
+from zeroshard.errors import OptionError, PlanError
 
 if TYPE_CHECKING:
     from zeroshard.cli._spec import Spec
@@ -76,7 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
     model, batch = spec.build(values)
     asked.setdefault("batch", batch)
     inquiry = inquire(model, **asked)
-    made = inquiry.plan()
+    try:
+        made = inquiry.plan()
+    except PlanError as error:
+        raise PlanError(_as_typed(str(error))) from error
     if arguments.html:
         _write(arguments.html, made, inquiry, notes)
     if arguments.json:
@@ -88,6 +92,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         print(f"written: {arguments.html}")
     return 0
+
+
+def _as_typed(text: str) -> str:
+    """What a refusal advises, in the words of the command line."""
+    for keyword, word in (("limit", "--device"), ("host_limit", "--host"), ("disk_limit", "--disk")):
+        text = re.sub(rf'pass {keyword}="([^"]+)"', rf"pass {word} \1", text)
+    for keyword, word in (
+        ("allow recompute=True", "drop --recompute no"),
+        ("allow stage=3", "drop --stage"),
+        ("allow offload to the host", "drop --no-offload"),
+        ('allow precision="bf16"', "pass --precision bf16"),
+    ):
+        text = text.replace(keyword, word)
+    return text
 
 
 def _write(path: str, made: Plan, inquiry: Any, notes: list[str]) -> None:

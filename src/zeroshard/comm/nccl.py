@@ -61,6 +61,7 @@ class NcclTransport(Transport):
         self._stream = torch.cuda.Stream(device)
         self._stages: dict[torch.dtype, torch.Tensor] = {}
         self._open = _Open()
+        self._reads_host = False
         self._side.guard(self._open.overdue, partial(_give_up, self.rank))
         failure.listen(self)
 
@@ -68,6 +69,10 @@ class NcclTransport(Transport):
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
         return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def over(self, key: str, memory: torch.Tensor) -> Region:
+        self._reads_host = True
+        return super().over(key, memory)
 
     def free(self, region: Region) -> None:
         self.fill(region)
@@ -178,12 +183,15 @@ class NcclTransport(Transport):
             if each:
                 mine, landing = self._stage(source.mine.dtype, each, each * self.size)
                 segments = cuts[self.rank]
-                if len(segments) == 1 and totals[self.rank] == each:
-                    at, numel = segments[0]
-                    mine = source.mine[at : at + numel]
+                parts = [source.mine[at : at + numel] for at, numel in segments]
+                packed = slices(mine, [numel for _, numel in segments])
+                if source.state.get("host"):
+                    for to, part in zip(packed, parts, strict=True):
+                        to.copy_(part, non_blocking=True)
+                elif len(segments) == 1 and totals[self.rank] == each:
+                    mine = parts[0]
                 elif segments:
-                    packed = slices(mine, [numel for _, numel in segments])
-                    torch._foreach_copy_(packed, [source.mine[at : at + numel] for at, numel in segments])
+                    torch._foreach_copy_(packed, parts)
                 _all_gather(landing, mine, group=self._group)
                 self._copy_out(landing, each, cuts, out)
             self._count_gather(kind, totals, source.mine.element_size())
@@ -221,6 +229,8 @@ class NcclTransport(Transport):
     def fence(self) -> None:
         # Only this rank's own reads of the rows have to be over: NCCL hands peers copies.
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        if self._reads_host:
+            self._stream.synchronize()  # what the host writes next waits for no stream
 
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         near = [tensor.detach() for tensor in tensors if tensor.device == self.device]

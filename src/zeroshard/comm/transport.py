@@ -142,6 +142,12 @@ class Transport(ABC):
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
         """Zero-filled memory, reused for ever. Collective in call order; `numel` may differ by rank."""
 
+    def over(self, key: str, memory: torch.Tensor) -> Region:
+        """A region over flat host memory that the caller has, for a `staged` transport: what that gathers
+        passes through its stage on the device anyway. `fence` then waits on the host as well."""
+        assert self.staged
+        return Region(key, memory, state={"host": True})
+
     @abstractmethod
     def free(self, region: Region) -> None:
         """Give a region back, in the same order on every rank, once this rank has no open work on it."""

@@ -1,0 +1,68 @@
+"""Parameters on the host behind a transport that stages what it sends on the device, as NCCL does."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from nccl_case import FakeStream, nccl_over_gloo
+from offload_case import Case, Trained, offloaded, parts
+
+from zeroshard import api
+from zeroshard.comm import NcclTransport
+from zeroshard.param import Bundle
+from zeroshard.testing import assert_same_bits, ranks
+
+pytestmark = pytest.mark.ranks
+CASE = Case(steps=12)
+
+
+def over_nccl(name: str, options: dict[str, Any]) -> tuple[Trained, bool, list[str], int]:
+    """A run over the NCCL transport; whether peers are sent what rests on the host itself, the keys of its
+    regions on the device, and how often the host waited."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    with nccl_over_gloo(store) as transport:
+        made: list[Bundle] = []
+        keys: list[str] = []
+        build, allocate = Bundle.__init__, NcclTransport.allocate
+
+        def keep(self: Bundle, *args: Any) -> None:
+            build(self, *args)
+            made.append(self)
+
+        def count(self: NcclTransport, key: str, *args: Any) -> Any:
+            keys.append(key)
+            return allocate(self, key, *args)
+
+        FakeStream.waits = 0
+        with (
+            patch.object(api, "connect", lambda *_, **__: transport),
+            patch.object(Bundle, "__init__", keep),
+            patch.object(NcclTransport, "allocate", count),
+        ):
+            told = offloaded(CASE, {"stage": 3} | options)
+        direct = all(b.region is not None and b.region.mine is b.rows for b in made)
+        bundles = {bundle.key for bundle in made}
+        return told, direct, sorted(bundles & set(keys)), FakeStream.waits
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_rows_on_the_host_are_what_peers_gather(precision: str | None) -> None:
+    options = {"precision": precision, "offload": parts(parameters="host")}
+    told, direct, on_device, waits = ranks(2).run(over_nccl, f"staged {precision}", options)[0]
+    want = ranks(2).run(offloaded, CASE, {"stage": 3} | options)[0]
+    assert_same_bits(told.weights, want.weights)
+    assert told.losses == want.losses
+    assert direct
+    assert on_device == [], "a region on the device would be the parameters once more"
+    assert waits >= CASE.steps, "the host writes rows only when the device has read them"
+
+
+def test_rows_on_the_device_have_regions_there() -> None:
+    told, _, on_device, waits = ranks(2).run(over_nccl, "resident", {"offload": parts()})[0]
+    assert told.stats is not None
+    assert told.stats.live["parameters"] > 0
+    assert on_device
+    assert waits == 0
