@@ -6,7 +6,7 @@ import pytest
 import torch
 from comm_ranks import threads
 
-from zeroshard.comm import Transport
+from zeroshard.comm import Transport, gloo
 from zeroshard.comm.sums import _sum_by_chunks, sum_pieces
 
 pytestmark = pytest.mark.threads
@@ -102,7 +102,13 @@ def test_reduce_over_nodes_adds_node_by_node(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("kind", "size"), [*SIZES, ("nodes", 4)])
 @pytest.mark.parametrize("own", [False, True])
-def test_gather_brings_every_segment(kind: str, size: int, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "alone"), [(torch.bfloat16, gloo._ALONE), (torch.bfloat16, 8), (torch.float32, 8)]
+)
+def test_gather_brings_every_segment(
+    kind: str, size: int, own: bool, dtype: torch.dtype, alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "_ALONE", alone)  # segments of so many bytes travel by themselves
     # Rank r has 3 * r + 2 elements in up to three segments with gaps; the last rank of several has none.
     cuts = [[(0, 2)], [(1, 2), (4, 0), (3, 1)], [(2, 6), (0, 2)], []][:size]
 
@@ -111,7 +117,7 @@ def test_gather_brings_every_segment(kind: str, size: int, own: bool) -> None:
         source = transport.allocate("rows", 3 * rank + 2, torch.float32)
         source.mine.copy_(torch.arange(3.0 * rank + 2) + 100 * rank)
         transport.open()
-        out = [[torch.zeros(1, numel, dtype=torch.bfloat16) for _, numel in segments] for segments in cuts]
+        out = [[torch.zeros(1, numel, dtype=dtype) for _, numel in segments] for segments in cuts]
         if not own:
             out[rank] = []
         transport.gather("parameters", "rows", source, cuts, out).wait()
@@ -124,7 +130,7 @@ def test_gather_brings_every_segment(kind: str, size: int, own: bool) -> None:
                 assert out[other] == []
                 continue
             rows = torch.arange(3.0 * other + 2) + 100 * other
-            expected = [rows[at : at + numel].view(1, -1).bfloat16() for at, numel in segments]
+            expected = [rows[at : at + numel].view(1, -1).to(dtype) for at, numel in segments]
             assert all(torch.equal(got, want) for got, want in zip(out[other], expected, strict=True))
 
 

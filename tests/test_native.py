@@ -186,6 +186,9 @@ def test_moves(compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     other = [more.as_strided((2, 3), (20, 1), 1), more[30:34], more[39:39]]
     moves.run(other, sources, "to")
     assert torch.equal(other[0].reshape(-1), sources[0])
+    more.zero_()
+    moves.run(other, sources, "neither")
+    assert torch.equal(other[0].reshape(-1), sources[0])
     wide = [source.double() for source in sources]
     moves.run(other, [10 * source for source in wide])
     assert torch.equal(other[1], (10 * wide[1]).to(dtype)), "another dtype is converted"

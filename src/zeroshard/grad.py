@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from .comm import Transport, Work
 from .pool import Ledger
 from .private import Private
 from .shard import Faces, Param
+
+_grad = attrgetter("grad")
 
 
 class Gradients:
@@ -33,7 +36,7 @@ class Gradients:
         self, buckets: list[Bucket], transport: Transport, faces: Faces, stage: int, ledger: Ledger
     ) -> None:
         self.buckets, self.transport, self.stage = buckets, transport, stage
-        self.bucket_of = {id(p): b for b in buckets for p in b.params}
+        self.bucket_of = {p: b for b in buckets for p in b.params}
         self._next = 0
         self._flying: deque[tuple[Bucket, Work]] = deque()
         self._aside: dict[int, list[Tensor | None]] = {}
@@ -44,7 +47,7 @@ class Gradients:
 
     def arrived(self, param: Param) -> None:
         """Autograd finished a leaf's gradient: send every bucket whose turn has come."""
-        bucket = self.bucket_of[id(param)]
+        bucket = self.bucket_of[param]
         bucket.waiting -= 1
         if bucket.waiting == 0:
             while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
@@ -64,7 +67,7 @@ class Gradients:
         when it has landed."""
         if bucket.sink is not None:
             return
-        held = [p.home.grad for p in bucket.params]
+        held = list(map(_grad, bucket.homes))
         if any(g is not None for g in held):
             locals_ = [None if g is None else Faces.local(g) for g in held]
             ours = {Faces.local(g).data_ptr() for g in bucket.grads}
@@ -147,10 +150,10 @@ class Gradients:
             return
         aside = self._aside.pop(bucket.index, None)
         if aside is None and all(bucket.used):
-            held = [param.home.grad for param in bucket.params]
+            held = list(map(_grad, bucket.homes))
             if not any(grad is not None for grad in held):
-                for param, grad in zip(bucket.params, bucket.grads, strict=True):
-                    param.home.grad = grad
+                for home, grad in zip(bucket.homes, bucket.grads, strict=True):
+                    home.grad = grad
                 return
         for index, (param, used) in enumerate(zip(bucket.params, bucket.used_anywhere(), strict=True)):
             before, late = aside[index] if aside is not None else None, param.home.grad
@@ -179,7 +182,7 @@ class Gradients:
         penalty on the weights, or by a layer that was called alone. What goes to the home instead: nothing,
         as long as the leaf's bucket can take it. Later than that it stays, which is right for a penalty: it
         is the same on all ranks."""
-        if self.bucket_of[id(param)].index < self._next:
+        if self.bucket_of[param].index < self._next:
             return grad
         with torch.no_grad():
             mine = grad.to(param.leaf.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .errors import StateError
 from .param import Bundle
 from .part import Part
+from .shard import Param
 from .units import Unit
 
 _requires_grad = attrgetter("requires_grad")
@@ -28,11 +29,7 @@ class LiveUnit:
         self._frozen = {id(p) for p in self.params if not p.trainable}
         self.expected = self.trainable  # gradients that have yet to arrive in this backward
         self.sharded = any(not b.resident for b in self.bundles)
-        self._seats = [
-            (place.module._parameters, place.attribute, p.leaf, p.home)
-            for p in self.params
-            for place in p.places
-        ]
+        self._seats = _seats(self.params)
         self._leaves, self._homes = [p.leaf for p in self.params], [p.home for p in self.params]
         self.parts: list[Part] = []  # updates on the host that its weights wait for
 
@@ -50,16 +47,30 @@ class LiveUnit:
                 param.leaf.requires_grad_(param.home.requires_grad)
 
     def stand_leaves(self) -> None:
-        for seats, attribute, leaf, _ in self._seats:
-            seats[attribute] = leaf
+        for seats, leaves, _ in self._seats:
+            seats.update(leaves)
 
     def stand_homes(self) -> None:
-        for seats, attribute, _, home in self._seats:
-            seats[attribute] = home
+        for seats, _, homes in self._seats:
+            seats.update(homes)
 
     def release(self) -> None:
         for bundle in self.bundles:
             bundle.release()
+
+
+Seats = dict[str, nn.Parameter | None]
+
+
+def _seats(params: Sequence[Param]) -> list[tuple[Seats, Seats, Seats]]:
+    """Per module where parameters stand: its own parameters, and the leaves and homes to put there."""
+    found: dict[int, tuple[Seats, Seats, Seats]] = {}
+    for param in params:
+        for place in param.places:
+            seats = place.module._parameters
+            _, leaves, homes = found.setdefault(id(seats), (seats, {}, {}))
+            leaves[place.attribute], homes[place.attribute] = param.leaf, param.home
+    return list(found.values())
 
 
 def leaf_of(view: Tensor, trainable: bool) -> nn.Parameter:

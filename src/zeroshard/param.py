@@ -234,6 +234,9 @@ class Bundle:
         stale = self.epoch < epoch
         if not stale and self.residence is not Residence.SHARDED:
             return
+        if self.resident and self.region is None and self.coded is None:
+            self.epoch = epoch  # what it holds is all there is
+            return
         if self._work is not None:
             self._work.wait()  # of an earlier epoch, in which this rank did not use it; peers may
             self._work = None

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.profiler import record_function
@@ -75,7 +76,7 @@ class Runtime:
         self._sequence, self._trace = list[LiveUnit](), list[LiveUnit]()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
-        self._arrivals = 0
+        self._stray = False  # a home got a gradient of its own in this backward
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
         # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
         self._overlaps = transport.overlaps
@@ -170,19 +171,25 @@ class Runtime:
 
     def _bring(self, unit: LiveUnit) -> None:
         """Gather a unit, start on the ones that come next, and wait for it."""
-        with self._span("gather", unit):
-            if self._host_updates is not None and self._task is None:
-                for part in unit.parts:
-                    self._host_updates.wait(part)
-            for bundle in unit.bundles:
-                bundle.gather(self._epoch)
-            if self._overlaps:
-                for ahead in self._upcoming(unit):
-                    if all(part.done.is_set() for part in ahead.parts):
-                        for bundle in ahead.bundles:
-                            bundle.gather(self._epoch)
-            for bundle in unit.bundles:
-                bundle.finish()
+        if torch.autograd._profiler_enabled():
+            with record_function(f"zeroshard.gather {unit.label}"):
+                self._fetch(unit)
+        else:
+            self._fetch(unit)
+
+    def _fetch(self, unit: LiveUnit) -> None:
+        if unit.parts and self._host_updates is not None and self._task is None:
+            for part in unit.parts:
+                self._host_updates.wait(part)
+        for bundle in unit.bundles:
+            bundle.gather(self._epoch)
+        if self._overlaps:
+            for ahead in self._upcoming(unit):
+                if all(part.done.is_set() for part in ahead.parts):
+                    for bundle in ahead.bundles:
+                        bundle.gather(self._epoch)
+        for bundle in unit.bundles:
+            bundle.finish()
 
     def _upcoming(self, unit: LiveUnit) -> list[LiveUnit]:
         place = self._order.get(id(unit))
@@ -205,15 +212,6 @@ class Runtime:
     def params(self) -> list[Param]:
         return [param for unit in self.units for param in unit.params]
 
-    @staticmethod
-    @contextmanager
-    def _span(verb: str, unit: LiveUnit) -> Iterator[None]:
-        if torch.autograd._profiler_enabled():
-            with record_function(f"zeroshard.{verb} {unit.label}"):
-                yield
-        else:
-            yield
-
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self) -> None:
@@ -222,7 +220,7 @@ class Runtime:
         if self._task is not None:
             self._nested = self._nested or task != self._task
             return
-        self._task, self._nested, self._arrivals = task, False, 0
+        self._task, self._nested, self._stray = task, False, False
         Variable._execution_engine.queue_callback(self.end_backward)
         for unit in self.units:
             if unit.depth == 0:
@@ -230,26 +228,25 @@ class Runtime:
 
     def arrived(self, unit: LiveUnit, param: Param) -> None:
         """Autograd has accumulated a leaf's gradient."""
-        if torch._C._current_graph_task_id() != self._task:
+        if _current_graph_task_id() != self._task:
             self.begin_backward()
-        self._arrivals += 1
         unit.expected -= 1
         if self.sync:
-            self.gradients.arrived(param)
+            self.pace.gradients.arrived(param)
         else:
             self.unsynced = True
 
     def strayed(self, param: Param, grad: Tensor) -> Tensor:
         """Autograd is about to add to a home; what it shall add instead."""
         self.begin_backward()
-        self._arrivals += 1
+        self._stray = True
         self.unsynced = self.unsynced or not self.sync
         gradients = self.gradients
         return gradients.redirect(param, grad) if isinstance(gradients, Gradients) else grad
 
     def ensure(self, bundle: Bundle) -> None:
         """Autograd unpacks something that lives in this bundle's buffer."""
-        if torch._C._current_graph_task_id() != self._task:
+        if _current_graph_task_id() != self._task:
             self.begin_backward()
         unit = self._unit_of[id(bundle)]
         if not self._recent or self._recent[-1] is not unit:
@@ -273,7 +270,8 @@ class Runtime:
         self._recent = [unit for unit in dict.fromkeys(keep) if unit is not coming]
 
     def end_backward(self) -> None:
-        self._end(land=self._arrivals > 0 and self.sync)
+        arrived = self._stray or any(unit.expected != unit.trainable for unit in self.units)
+        self._end(land=arrived and self.sync)
 
     def _end(self, land: bool) -> None:
         with record_function("zeroshard.land") if torch.autograd._profiler_enabled() else nullcontext():

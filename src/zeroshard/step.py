@@ -110,6 +110,9 @@ class Update:
         """One update of the local rows by `step`, which is the optimizer's own."""
         if self.held is not None:
             self.held.hold()
+        if not self._needs_proxies():
+            step()
+            return
         known = [self._known_proxies(group["params"]) for group in self.optimizer.param_groups]
         if all(proxies is not None for proxies in known):
             with self._as_proxies() as groups:
@@ -119,9 +122,6 @@ class Update:
             return
         lists = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         chunks = self._chunks(lists)
-        if len(chunks) == 1 and not self._needs_proxies(lists):
-            step()
-            return
         raw = getattr(type(self.optimizer).step, "__wrapped__", type(self.optimizer).step)
         with self._as_proxies() as groups:
             for index, chunk in enumerate(chunks):
@@ -164,12 +164,16 @@ class Update:
                 result.append(proxy)
         return result
 
-    def _needs_proxies(self, lists: list[list[Tensor]]) -> bool:
-        return self.faces.mesh is not None or any(self._widens(p) for ps in lists for p in ps)
+    def _needs_proxies(self) -> bool:
+        homes = (p for group in self.optimizer.param_groups for p in group["params"])
+        return self.faces.mesh is not None or any(map(self._widens, homes))
 
     def _widens(self, home: Tensor) -> bool:
         """Whether an update makes something in the master's dtype that does not rest in it."""
-        return id(home) in self._split or (home.grad is not None and home.grad.dtype != home.dtype)
+        if id(home) in self._split:
+            return True
+        grad = home.grad
+        return grad is not None and grad.dtype != home.dtype
 
     def _has_rows(self, home: Tensor) -> bool:
         """Element-wise optimizers also see parameters of which this rank has no row: they make an empty state

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from ..shard import Faces, Param
 # Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
 # `host`.
 Sink = Callable[[Tensor, list[bool]], None]
+
+
+_grad, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
@@ -53,6 +57,7 @@ class Bucket:
         values: Tensor | None = None,
     ) -> None:
         self.index, self.pack, self.params, self.wire = index, pack, list(params), wire
+        self.homes, self._leaves = [p.home for p in self.params], [p.leaf for p in self.params]
         self.values = wire.mine if values is None else values  # where gradients are copied to
         self.transport, self.device = transport, device
         self.wire_dtype, self.dtype = dtypes
@@ -84,6 +89,7 @@ class Bucket:
         if all(len(views) == 1 for views in self._targets):
             self._equal = [views[0] for views in self._targets] + self._flags
             self._moves = Moves(self._equal, self._equal, self.params[0].leaf.device)
+            self._all_flags = [self._ones] * len(self._flags)
 
     def _make_targets(self) -> list[list[Tensor]]:
         """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
@@ -117,21 +123,16 @@ class Bucket:
         if not self._targets:
             self._lay_out()
         self.transport.fill(self.wire)
-        leaves = [param.leaf for param in self.params]
-        grads = [leaf.grad for leaf in leaves]
+        grads: list[Tensor | None] = list(map(_grad, self._leaves))
         self.used = [grad is not None for grad in grads]
         everything = all(self.used)
-        flags = (
-            self._ones
-            if everything
-            else torch.tensor(self.used, dtype=self._ones.dtype, device=self._ones.device)
-        )
-        if everything and self._equal is not None and not any(grad.is_sparse for grad in grads):  # type: ignore[union-attr]
-            self._moves.run(self._equal, grads + [flags] * len(self._flags), "source")  # type: ignore[arg-type]
+        if everything and self._equal is not None and not any(map(_is_sparse, grads)):
+            self._moves.run(self._equal, grads + self._all_flags, "source")  # type: ignore[arg-type]
         else:
+            flags = torch.tensor(self.used, dtype=self._ones.dtype, device=self._ones.device)
             into, out_of = self._uneven_pairs(grads)
             torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
-        for leaf in leaves:
+        for leaf in self._leaves:
             leaf.grad = None
 
     def _uneven_pairs(self, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

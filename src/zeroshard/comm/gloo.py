@@ -3,9 +3,9 @@
 Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather is slow; this moves the ideal
 volume.
 
-- **stage**: host memory into which the peers' pieces arrive; one per wire, and per key of a gather; reused
-  for ever.
-- **pack**: this rank's segments of a gather one after another, where they are not one already.
+- **stage**: host memory into which the peers' pieces arrive; one per wire, and one per key of a gather for
+  what is short; reused for ever. Long segments of a gather are received into their places.
+- **pack**: this rank's short segments of a gather one after another, where there are several.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ __all__ = ["GlooTransport"]
 # A letter has a head of this size: label and length, and the value itself where it fits.
 _HEAD = 1024
 _LABEL = 400
+_ALONE = 1 << 18  # bytes; shorter segments of a gather travel together
 
 Finish = Callable[[], None]
 
@@ -213,27 +214,34 @@ class GlooTransport(Transport):
     ) -> Work:
         self._finish_last(source, key)
         source.state["source"] = True
-        totals = [sum(numel for _, numel in segments) for segments in cuts]
-        mine = self._pack(source, key, cuts[self.rank])
-        sends = [(peer, mine) for peer in self._peers] if totals[self.rank] else []
+        width, own = source.mine.element_size(), cuts[self.rank]
+        mine = [
+            self._pack(source, key, [own[index] for index in message]) for message in _messages(own, width)
+        ]
+        sends = [(peer, part) for peer in self._peers for part in mine]
         targets: list[torch.Tensor] = list(out[self.rank])
-        sources = [source.mine[at : at + numel] for at, numel in cuts[self.rank]] if targets else []
+        sources = [source.mine[at : at + numel] for at, numel in own] if targets else []
         receives = []
-        direct = [_lands_directly(tensors, source.mine.dtype) for tensors in out]
-        staged = [peer for peer in self._peers if totals[peer] and not direct[peer]]
-        stage = self._stage(source, f"gather {key}", sum(totals[peer] for peer in staged))
-        parts = dict(zip(staged, slices(stage, [totals[peer] for peer in staged]), strict=True))
-        for peer in self._peers:
-            if peer in parts:
-                targets += out[peer]
-                sources += slices(parts[peer], [numel for _, numel in cuts[peer]])
-            if totals[peer]:
-                receives.append((peer, parts[peer] if peer in parts else out[peer][0].detach().view(-1)))
+        coming = [(peer, message) for peer in self._peers for message in _messages(cuts[peer], width)]
+        lengths = [
+            0
+            if len(message) == 1 and _lands_directly(out[peer][message[0]], source.mine.dtype)
+            else sum(cuts[peer][index][1] for index in message)
+            for peer, message in coming
+        ]
+        stage = slices(self._stage(source, f"gather {key}", sum(lengths)), lengths)
+        for (peer, message), part in zip(coming, stage, strict=True):
+            if part.numel() == 0:
+                receives.append((peer, out[peer][message[0]].detach().view(-1)))
+            else:
+                receives.append((peer, part))
+                targets += [out[peer][index] for index in message]
+                sources += slices(part, [cuts[peer][index][1] for index in message])
         got, sent = self._link.start(f"its {kind} [{key}]", f"gather {source.lane}", receives, sends)
         move = _Move(self, kind, got, lambda: _copy(targets, sources))
         source.state[f"last {key}"] = move
         self._begin(source, move, sent)
-        self._count_gather(kind, totals, source.mine.element_size())
+        self._count_gather(kind, [sum(numel for _, numel in segments) for segments in cuts], width)
         return move
 
     def _pack(self, source: Region, key: str, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -241,11 +249,10 @@ class GlooTransport(Transport):
             at, numel = segments[0]
             return source.mine[at : at + numel]
         pack = self._stage(source, f"pack {key}", sum(numel for _, numel in segments))
-        if segments:
-            for job in self._sends.pop(source, []):
-                self._link.wait(job)
-            parts = slices(pack, [numel for _, numel in segments])
-            torch._foreach_copy_(parts, [source.mine[at : at + numel] for at, numel in segments])
+        for job in self._sends.pop(source, []):
+            self._link.wait(job)
+        parts = slices(pack, [numel for _, numel in segments])
+        torch._foreach_copy_(parts, [source.mine[at : at + numel] for at, numel in segments])
         return pack
 
     def _stage(self, region: Region, name: str, numel: int) -> torch.Tensor:
@@ -394,9 +401,18 @@ class _Move:
                 finish()
 
 
-def _lands_directly(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+def _messages(segments: Spans, width: int) -> list[list[int]]:
+    """Which segments of a gather travel as one message, the same for sender and receiver: long ones alone, so
+    that they are not copied on their way, and all short ones together."""
+    sizes = [numel * width for _, numel in segments]
+    long = [[index] for index, size in enumerate(sizes) if size >= _ALONE]
+    short = [index for index, size in enumerate(sizes) if 0 < size < _ALONE]
+    return [*long, short] if short else long
+
+
+def _lands_directly(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a peer's message can be received into its place."""
-    return len(tensors) == 1 and tensors[0].dtype == dtype and tensors[0].device.type == "cpu"
+    return target.dtype == dtype and target.device.type == "cpu"
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -225,8 +226,8 @@ class ShmTransport(Transport):
         own = len(out[self.rank]) > 0
         slot = f"{key} {own}"
         cached = source.state.get(slot)
-        targets = [to for tensors in out for to in tensors]
-        if cached is None or cached[0] != cuts:
+        if cached is None or cached.cuts != cuts:
+            targets = [to for tensors in out for to in tensors]
             views = [
                 source.peers[rank][at : at + numel].view(to.shape)
                 for rank, segments in enumerate(cuts)
@@ -234,10 +235,10 @@ class ShmTransport(Transport):
                 for (at, numel), to in zip(segments, out[rank], strict=True)
             ]
             totals = [sum(numel for _, numel in segments) for segments in cuts]
-            cached = source.state[slot] = (cuts, views, Moves(targets, views), totals)
-        work = _Gather(self, kind, key, ready, cached[1], targets, cached[2])
+            cached = source.state[slot] = _Copies(cuts, views, Moves(targets, views), totals, out, targets)
+        work = _Gather(self, kind, key, ready, cached, out)
         self._gathers.append(work)
-        self._count_gather(kind, cached[3], source.mine.element_size())
+        self._count_gather(kind, cached.totals, source.mine.element_size())
         return work
 
     def open(self) -> None:
@@ -363,10 +364,31 @@ class _Dealt:
         self.poll()
 
 
+@dataclass
+class _Copies:
+    """The copies of one key's gathers, prepared: out of the peers' memory, into the tensors of the last
+    one."""
+
+    cuts: Cuts
+    sources: list[torch.Tensor]
+    moves: Moves
+    totals: list[int]
+    out: Sequence[Sequence[torch.Tensor]]
+    targets: list[torch.Tensor]
+
+    def run(self, out: Sequence[Sequence[torch.Tensor]]) -> None:
+        moved = "neither"
+        if out is not self.out:
+            self.out, self.targets = out, [to for tensors in out for to in tensors]
+            moved = "to"
+        if self.targets:
+            self.moves.run(self.targets, self.sources, moved)
+
+
 class _Gather:
     """Waits until a word of every peer says that it is ready, then copies."""
 
-    __slots__ = ("_done", "_key", "_kind", "_moves", "_ready", "_sources", "_targets", "_transport")
+    __slots__ = ("_copies", "_done", "_key", "_kind", "_out", "_ready", "_transport")
 
     def __init__(
         self,
@@ -374,12 +396,11 @@ class _Gather:
         kind: str,
         key: str,
         ready: tuple[int, int],
-        sources: list[torch.Tensor],
-        targets: list[torch.Tensor],
-        moves: Moves,
+        copies: _Copies,
+        out: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._transport, self._kind, self._key, self._ready = transport, kind, key, ready
-        self._sources, self._targets, self._moves = sources, targets, moves
+        self._copies, self._out = copies, out
         self._done = False
 
     def poll(self) -> bool:
@@ -388,8 +409,7 @@ class _Gather:
         if not self._transport._control.reached(*self._ready):
             return False
         self._done = True
-        if self._targets:
-            self._moves.run(self._targets, self._sources, "to")
+        self._copies.run(self._out)
         self._transport._gathers.remove(self)
         return True
 

@@ -55,22 +55,24 @@ class Moves:
         self._times = (ctypes.c_int64 * count)(*(times for times, _ in rows))
         self._step = (ctypes.c_int64 * count)(*steps)
         self._count = count
+        self._fit = self._plain and self._fits(source)
 
     def run(self, to: Sequence[Tensor], source: Sequence[Tensor], moved: str = "both") -> None:
         """Copy. Targets are laid out as those given first; `moved` says whose addresses may differ from
-        theirs: ``to``, ``source`` or ``both``."""
+        theirs and from those of the last call: ``to``, ``source``, ``both`` or ``neither``."""
         kernels = loader.kernels()
+        if moved in ("to", "both"):
+            self._to = _addresses(to)
+        if moved in ("source", "both"):
+            self._source = _addresses(source)
+            self._fit = self._plain and self._fits(source)
         alone = self.nbytes < SMALL or torch.get_num_threads() == 1
-        if kernels is None or not self._plain or not alone or not self._fits(source):
+        if kernels is None or not alone or not self._fit:
             with torch.no_grad():
                 torch._foreach_copy_(
                     list(to), [of.reshape(t.shape) for t, of in zip(to, source, strict=True)]
                 )
             return
-        if moved != "source":
-            self._to = _addresses(to)
-        if moved != "to":
-            self._source = _addresses(source)
         address = ctypes.addressof
         kernels.move(
             ctypes.byref(
