@@ -26,15 +26,15 @@ ONE = ROWS * LENGTH * WIDTH * 2  # bytes of an activation in bf16
 class Normed(nn.Module):
     """A norm, attention and dropout between two products, recomputed by itself where told so."""
 
-    def __init__(self, again: bool = False) -> None:
+    def __init__(self, again: bool = False, heads: int = HEADS) -> None:
         super().__init__()
-        self.again = again
+        self.again, self.heads = again, heads
         self.norm = nn.RMSNorm(WIDTH)
         self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def _attended(self, x: Tensor) -> Tensor:
-        mixed = self.mix(self.norm(x)).view(ROWS, LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = self.mix(self.norm(x)).view(ROWS, LENGTH, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = mixed
         attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
         return F.dropout(self.out(attended.transpose(1, 2).reshape(ROWS, LENGTH, WIDTH)), 0.1)
@@ -45,9 +45,9 @@ class Normed(nn.Module):
         return self._attended(x).float().mean()
 
 
-def traced(gpu: bool, again: bool = False) -> list[Segment]:
+def traced(gpu: bool, again: bool = False, heads: int = HEADS) -> list[Segment]:
     with torch.device("meta"):
-        model = Normed(again)
+        model = Normed(again, heads)
     compute = {name: torch.bfloat16 for name, _ in model.named_parameters()}
     x = torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16)
     return Tracer(model, [], lambda _: False, compute, gpu).run(Inputs.of(x), None)
@@ -60,6 +60,14 @@ def test_a_gpu_saves_what_its_kernels_need() -> None:
     saved = sum(segment.saved for segment in traced(gpu=True))
     assert saved == scales + ONE + 3 * ONE + ONE + sums + ONE // 2
     assert sum(segment.saved for segment in traced(gpu=False)) > 2 * saved  # masks, and norms in fp32
+
+
+def test_a_gpu_pads_heads_to_eight_numbers() -> None:
+    """Then queries, keys, values and what was attended are copies twice as large, and the product after them
+    has an input of its own."""
+    scales, sums = ROWS * LENGTH * 4, ROWS * 8 * LENGTH * 4
+    saved = sum(segment.saved for segment in traced(gpu=True, heads=8))
+    assert saved == scales + ONE + 2 * 3 * ONE + 2 * ONE + ONE + sums + ONE // 2
 
 
 def test_what_is_recomputed_on_a_gpu_is_as_in_forward() -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HEAD = 8  # flash attention takes heads of a multiple of so many numbers
+
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
@@ -20,9 +22,16 @@ def as_on_gpu() -> Iterator[None]:
     attention = F.scaled_dot_product_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Its dropout keeps two numbers, and no mask."""
+        """Its dropout keeps two numbers, and no mask; heads are padded to a multiple of eight numbers."""
         kwargs.pop("dropout_p", None)
-        return attention(query, key, value, *args[:1], *(() if len(args) < 2 else (0.0, *args[2:])), **kwargs)
+        size, masked = value.shape[-1], (args or (kwargs.get("attn_mask"),))[0] is not None
+        spare = -size % HEAD if query.element_size() == 2 and not masked else 0
+        if spare:
+            query, key, value = (F.pad(each, (0, spare)) for each in (query, key, value))
+        found = attention(
+            query, key, value, *args[:1], *(() if len(args) < 2 else (0.0, *args[2:])), **kwargs
+        )
+        return found[..., :size] if spare else found
 
     replaced = [*places, (F, "scaled_dot_product_attention", attend)]
     before = [getattr(module, name) for module, name, _ in replaced]

@@ -30,7 +30,7 @@ from .part import Part
 from .tier import Arena, Copies, Stage
 from .undo import take_back
 
-SHARE = 1 << 20  # elements that a worker updates at a time, at most
+SHARE = 1 << 22  # elements that a worker updates at a time, at most: each costs some Python
 GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out work costs more than doing it
 AHEAD = 2  # parts on their way to the host while one is updated
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all

@@ -42,7 +42,7 @@ class Machine:
     host_rate: float = 200e9
     disk_rate: float = 3e9
     node: int = 8
-    efficiency: float = 0.6  # as an H200 was measured
+    efficiency: float = 0.6  # fitted to runs on an H200
     latency: float = 20e-6
     margin: float = 0.0
     workspace: int = 0
