@@ -64,7 +64,7 @@ def measure(name, case, disk, limit, folder):
         row["table"] = json.loads(scrap.read_text())
         scrap.unlink()
     if late:
-        row["error"] = f"out of time after {limit:.0f} s"
+        row["error"] = f"out of time after {limit:.3g} s"
     elif process.returncode:
         row["error"] = why(process.returncode, err)
     return row
