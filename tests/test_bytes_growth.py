@@ -81,4 +81,5 @@ def test_no_growth(stage: int, transport: str) -> None:
         # Python's allocator and the caches of torch's dispatcher breathe a little; a leak of one gradient a
         # step would be 500 tensors, and more than 2 MB.
         assert growth.pop("resident") < 1 << 20
+        assert growth.pop("maps") <= 2, "an arena of the allocator's, but not a segment a step"
         assert growth == dict.fromkeys(growth, 0)
