@@ -66,28 +66,6 @@ def plain(args, batch):
     return step, norms, lambda: {}
 
 
-def loop(model, optimizer, args, batch, run, clip=True):
-    norms = []
-
-    def step(i):
-        total = 0.0
-        for k in range(args.accum):
-            loss = model(*batch(i * args.accum + k))
-            if run is not None and k < args.accum - 1:
-                with run.no_sync():
-                    (loss / args.accum).backward()
-            else:
-                (loss / args.accum).backward()
-            total += loss.detach() / args.accum
-        if clip:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    return step, norms, (lambda: {} if run is None else run.stats().as_dict())
-
-
 def offload_of(text):
     """`optimizer=auto,device_bytes=20GiB,undo=False` as an `Offload`, and the rest as options of `shard`."""
     import zeroshard as zs
@@ -114,8 +92,9 @@ def zeroshard(args, batch):
     foreseen = predict(model, optimizer, options, args)
     run = zs.shard(model, optimizer, **options)
     print(run.placement.table(), flush=True)
-    step, norms, stats = loop(model, optimizer, args, batch, run, clip=offload is None)
-    return step, norms, lambda: stats() | {"placement": run.placement.line(), "foreseen": foreseen}
+    step, norms, _ = peers.torch_loop(model, optimizer, args, batch, clip=offload is None, quiet=run.no_sync)
+    told = {"placement": run.placement.line(), "foreseen": foreseen}
+    return step, norms, lambda: run.stats().as_dict() | told
 
 
 def predict(model, optimizer, options, args):

@@ -8,6 +8,7 @@ step, the norms it reports, and its statistics, as in `one.py`.
 """
 
 import os
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ def none():
     return {}
 
 
-def torch_loop(model, optimizer, args, batch, clip=True, autocast=False):
-    """The plain loop; without `clip` for an optimizer that has taken the gradients away."""
+def torch_loop(model, optimizer, args, batch, clip=True, autocast=False, quiet=nullcontext):
+    """The plain loop; without `clip` for an optimizer that has taken the gradients away. All but the last
+    micro-batch of a step go backward inside `quiet()`."""
     norms = []
 
     def step(i):
@@ -29,7 +31,8 @@ def torch_loop(model, optimizer, args, batch, clip=True, autocast=False):
         for k in range(args.accum):
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
                 loss = model(*batch(i * args.accum + k))
-            (loss / args.accum).backward()
+            with quiet() if k < args.accum - 1 else nullcontext():
+                (loss / args.accum).backward()
             total += loss.detach() / args.accum
         if clip:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))

@@ -56,6 +56,10 @@ class CodedRows:
         self._turn = 0
         held = sum(slot.held(rank) for slot in pack.slots)
         self._ratio = held * itemsize / self._sizes[rank] if self._sizes[rank] else 1.0
+        self._begin(ledger)
+
+    def _begin(self, ledger: Ledger) -> None:
+        """Memory of a kind of rows of its own."""
 
     @property
     def stage_bytes(self) -> int:
@@ -123,18 +127,8 @@ class ChangedRows(CodedRows):
 
     at_hand = True
 
-    def __init__(
-        self,
-        key: str,
-        pack: Pack,
-        codec: Codec,
-        itemsize: int,
-        transport: Transport,
-        pool: Pool,
-        ledger: Ledger,
-    ) -> None:
-        super().__init__(key, pack, codec, itemsize, transport, pool, ledger)
-        self.believed = torch.zeros(pack.wire, device=pool.device)
+    def _begin(self, ledger: Ledger) -> None:
+        self.believed = torch.zeros(self.pack.wire, device=self.pool.device)
         ledger.book("parameters", self.believed.nbytes)
 
     def _prepare(self, values: Tensor) -> None:
