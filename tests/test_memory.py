@@ -187,10 +187,13 @@ CASES = [
                 "stage": stage,
                 "precision": "bf16",
                 "bucket_bytes": 3000,
-                "compress": {"*.norm*": None, "*": zs.OneBit(warmup_steps=2, freeze=True)},
+                "compress": {"*.norm*": None, "*": codec},
             },
         )
-        for stage in (0, 2)
+        for stage, codec in (
+            (0, zs.TopK(0.05, warmup_steps=1, warmup=zs.Int8(), ramp_steps=2, freeze=True)),
+            (2, zs.OneBit(warmup_steps=2, freeze=True)),
+        )
     ],
 ]
 

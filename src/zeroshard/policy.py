@@ -166,7 +166,7 @@ class Adaptive:
                 )
             if isinstance(choice, Delayed) and choice.warmup_steps:
                 raise OptionError(
-                    f"Adaptive: {choice!r} warms up, and which choice is in force when is for Adaptive to say: "
+                    f"Adaptive: {choice!r} warms up, and which choice is in force is for Adaptive to say: "
                     "list EveryStep() first, with which it begins, and Delayed()."
                 )
         if not isinstance(self.window, int) or self.window < 3:
