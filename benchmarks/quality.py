@@ -201,7 +201,8 @@ def table(found: list[dict[str, Any]]) -> str:
     lines = []
     for name in dict.fromkeys(row["task"] for row in found):
         mine = [row for row in found if row["task"] == name]
-        lines += [f"## {name}", "", "| | loss | accuracy | each seed | bytes ÷ plain | × fewer at last | bar |"]
+        lines += [f"## {name}", ""]
+        lines += ["| | loss | accuracy | each seed | bytes ÷ plain | × fewer at last | bar |"]
         lines += ["|---|---|---|---|---|---|---|"]
         for row in mine:
             accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.2f} %"
