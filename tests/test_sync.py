@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.sync.decide import Judge, Reading
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
@@ -326,53 +325,6 @@ def test_ranks_that_disagree_about_the_policy_are_told() -> None:
 
 
 # ---------------------------------------------------------------------- choosing
-
-
-def choosing(seconds: list[float], noise: dict[int, float], windows: int, judge: Judge) -> list[int]:
-    """The choice in force in each window, where choice n takes seconds[n] a step, half of it waiting. `noise`
-    has a factor for disturbed windows, by their number."""
-    current, taken = 0, []
-    for number in range(windows):
-        taken.append(current)
-        took = seconds[current] * noise.get(number, 1.0)
-        current = judge.hear(current, Reading(took, took / 2, 1e6)).number
-    return taken
-
-
-def test_the_shortest_is_found_and_a_faithful_one_preferred() -> None:
-    assert choosing([1.0, 0.3, 0.8], {}, 8, Judge(0.05, 4.0, 3)) == [0, 1, 2, 1, 1, 1, 1, 1]
-    assert choosing([1.0, 0.97], {}, 6, Judge(0.05, 4.0, 2)) == [0, 1, 1, 0, 0, 0], "3 % are not worth it"
-    calm = Judge(0.05, 4.0, 2)
-    assert calm.hear(0, Reading(1.0, 0.01, 1e6)).number == 0, "nothing to gain, so nothing is tried"
-
-
-def test_a_disturbed_window_changes_nothing() -> None:
-    """Neither while choices are tried, where those that came close are measured twice, nor later."""
-    close = [1.0, 0.50, 0.44]
-    assert choosing(close, {2: 1.2}, 9, Judge(0.05, 4.0, 3))[-4:] == [2, 2, 2, 2]
-    for factor in (1.3, 3.0):
-        assert choosing(close, {8: factor}, 14, Judge(0.05, 4.0, 3))[6:] == [2] * 8
-
-
-def test_a_link_that_has_changed_is_tried_again() -> None:
-    judge = Judge(0.05, 4.0, 2)
-    assert choosing([1.0, 0.5], {}, 6, judge)[-3:] == [1, 1, 1]
-    assert judge.stretch == 8, "an agreement costs little where windows are long"
-    current, taken = 1, list[int]()
-    for _ in range(6):
-        taken.append(current)
-        current = judge.hear(current, Reading([0.2, 0.9][current], 0.1, 1e6)).number
-    assert taken == [1, 1, 0, 0, 0, 0], "two slow windows, then the other one"
-    assert judge.stretch > 1
-
-
-def test_unrest_goes_back_to_the_first_choice() -> None:
-    judge = Judge(0.05, 4.0, 2)
-    choosing([1.0, 0.3], {}, 4, judge)
-    decision = judge.hear(1, Reading(0.3, 0.1, 1e7, unrest=9.0))
-    assert decision.number == 0
-    assert "norm" in decision.why
-    assert judge.hear(0, Reading(1.0, 0.8, 1e8)).number == 1, "calm again"
 
 
 def adapting(options: dict[str, Any], steps: int) -> tuple[tuple[str, ...], str, dict[str, Tensor]]:

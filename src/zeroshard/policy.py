@@ -128,8 +128,10 @@ class Adaptive:
 
     - `choices`: sync policies, the most faithful first. It begins with the first. Codecs can be chosen among,
       too: ``EveryStep(compress=Int8())``. Each codec has buffers and state of its own.
-    - `window`: steps that are measured before it decides; the first after a change is left out. Once it has
-      settled, windows grow up to eight times as long, so that measuring costs next to nothing.
+    - `window`: steps that are measured before it decides; the first after a change is left out. Choices that
+      come close are measured in up to five windows, in turn. Once it has settled, windows grow up to eight
+      times as long, so that measuring costs next to nothing, and the runner-up is measured at ever longer
+      intervals.
     - `gain`: a choice must make steps shorter by this share to be preferred to one that stands before it, or
       to the one in force.
     - `unrest`: while the gradient's norm changes by more than this factor within `window` steps, only the
