@@ -102,7 +102,7 @@ def test_prefetch_and_recomputation_take_buffers() -> None:
     assert bytes_of(True) == root + 2 * block
     assert bytes_of(True, prefetch=2) == root + 3 * block
     assert bytes_of(True, prefetch=0) == bytes_of(False)
-    assert bytes_of(False, recompute=True) == root + 2 * block
+    assert bytes_of(True, recompute=True) == bytes_of(True)  # the one above is let go first
     assert gathered(Setup(units, Options(stage=2), 4)) == 0
 
 
