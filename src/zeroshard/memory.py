@@ -21,7 +21,8 @@ from .wires import gradients_of
 
 BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 # What setups that differ in the units that they recompute have in common.
-_SHARED = ("places", "slots", "bundles", "parts", "buckets", "stage", "bucket_of", "trainable", "_dtypes")
+_SHARED = ("places", "slots", "bundles", "small", "parts", "buckets", "stage")
+_SHARED += ("bucket_of", "trainable", "_dtypes")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Setup(Division):
     def placed_as(self, placement: Placement) -> Setup:
         """The same with every unit's tiers decided. What does not depend on them is not reckoned again."""
         made = replace(self, placement=placement)
-        made.__dict__.update(slots=self.slots, bundles=self.bundles, _dtypes=self._dtypes)
+        made.__dict__.update(slots=self.slots, bundles=self.bundles, small=self.small, _dtypes=self._dtypes)
         return made
 
     def bundled_as(self, options: Options) -> Setup:
