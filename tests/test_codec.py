@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from zeroshard.codec import (
     TopK,
     from_settings,
 )
+from zeroshard.coding import sizes_of
 from zeroshard.errors import OptionError
 
 ALL: list[Codec] = [
@@ -46,6 +48,7 @@ ALL: list[Codec] = [
     TopK(ratio=0.1, momentum=0.9),
     TopK(ratio=1.0),
 ]
+OTHER = [LowRank(), LowRank(2), Rows(), Delta(), OneBit(warmup=Int8()), TopK(ramp_steps=9)]
 ROUNDING = [codec for codec in ALL if codec.numerics == "rounding"]
 every = pytest.mark.parametrize("codec", ALL, ids=repr)
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -166,10 +169,10 @@ def test_stochastic_rounding_differs_by_place_value_and_step() -> None:
 
 
 # -- what surrounds them
-@pytest.mark.parametrize("codec", [*ALL, LowRank(), LowRank(2), Rows()], ids=repr)
+@pytest.mark.parametrize("codec", [*ALL, *OTHER], ids=repr)
 def test_settings_are_plain_data_and_give_the_codec_back(codec: Compression) -> None:
     described = codec.settings()
-    assert all(isinstance(value, (str, int, float, bool)) for value in described.values())
+    assert json.loads(json.dumps(described)) == described
     assert from_settings(described) == codec
     assert hash(from_settings(described)) == hash(codec)
 
@@ -241,6 +244,22 @@ def test_warm_up() -> None:
     for codec in (OneBit(warmup_steps=3), TopK(warmup_steps=3)):
         assert [codec.active(step) for step in range(5)] == [False, False, False, True, True]
     assert TopK().active(0)
+    assert OneBit(warmup_steps=3).at(2) is None
+    coded = OneBit(warmup_steps=3, warmup=Int4())
+    assert [coded.at(step) for step in (0, 2, 3)] == [Int4(), Int4(), coded]
+    assert coded.early == (Int4(),)
+
+
+def test_a_ramp_falls_by_quarters() -> None:
+    codec = TopK(ratio=0.01, warmup_steps=2, ramp_steps=6, momentum=0.9, freeze=True)
+    shares = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625]
+    expected = [None, None, *(TopK(share, 0.9) for share in shares), codec, codec]
+    assert [codec.at(step) for step in range(10)] == expected
+    assert [codec.active(step) for step in range(4)] == [False, False, True, True]
+    assert codec.early == (TopK(0.25, 0.9), TopK(0.0625, 0.9), TopK(0.015625, 0.9))
+    assert sizes_of(codec, 4)[1](1000) == 2000
+    short = TopK(ratio=0.01, ramp_steps=2)
+    assert [short.at(step) for step in range(3)] == [TopK(0.25), TopK(0.0625), short]
 
 
 # -- mistakes
@@ -256,6 +275,12 @@ def test_warm_up() -> None:
         (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): a whole number"),  # type: ignore[arg-type]
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
         (lambda: TopK(momentum=1.0), r"TopK\(momentum=1.0\) must be at least 0 and below 1"),
+        (lambda: TopK(ramp_steps=-1), r"TopK\(ramp_steps=-1\): a whole number, 0 or more"),
+        (lambda: TopK(ratio=0.3, ramp_steps=9), r"begins at a quarter of the values.*drop ramp_steps="),
+        (lambda: OneBit(warmup="int4"), r"OneBit\(warmup='int4'\) must be a codec that needs no warm-up"),  # type: ignore[arg-type]
+        (lambda: OneBit(warmup=OneBit()), r"must be a codec that needs no warm-up, e.g. zs.Int4"),
+        (lambda: OneBit(warmup=TopK(momentum=0.9)), r"keeps residual, momentum .* OneBit keeps residual:"),
+        (lambda: TopK(warmup=Int8()), r"is for a warm-up, and there is none: pass warmup_steps="),
         (lambda: LowRank(rank=0), r"LowRank\(rank=0\): a whole number, 1 or more"),
         (lambda: from_settings({"kind": "Int9"}), r"kind 'Int9' is unknown; known are .*Cast.*Int8"),
     ],

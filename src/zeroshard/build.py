@@ -255,7 +255,8 @@ class Builder:
             options = self.options if codecs is None else replace(self.options, compress=routes_of(codecs))
             gradients = self._gradients(params, options, any(isinstance(m, Delayed) for m in members))
             if isinstance(gradients, (DelayedGradients, DelayedLocalGradients)):
-                paces |= dict.fromkeys(members, DelayedPace(gradients, self.transport.rank))
+                policy = next(m for m in members if isinstance(m, Delayed))
+                paces |= dict.fromkeys(members, DelayedPace(policy, gradients, self.transport.rank))
             else:
                 paces |= dict.fromkeys(members, Pace(gradients))
         if isinstance(sync, Adaptive):

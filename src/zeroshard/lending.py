@@ -1,14 +1,13 @@
 """Which gathered buffers are lent at one time in a training step. Integers only.
 
 Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one comes,
-and gathers run some units ahead where the transport overlaps. A recomputed unit comes before the one above it
-has gone.
+and gathers run some units ahead where the transport overlaps. Recomputation changes nothing in that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from .layout import aligned
 
@@ -26,7 +25,6 @@ def most_lent(
     sizes: Mapping[str, Sizes],
     stages: Mapping[str, Sizes],
     ahead: int,
-    recomputes: Callable[[str], bool],
     at_once: bool = False,
 ) -> Sizes:
     """The most buffers of each size. `sizes`: what every unit gathers, in forward order; nothing where it is
@@ -54,12 +52,9 @@ def most_lent(
     for place in reversed(range(len(order))):
         if not sizes[order[place]]:
             continue  # always whole: backward does not notice it
-        coming = order[max(place - ahead, 0) : place + 1][::-1]
-        if recomputes(order[place]):
-            take(coming)
         if above is not None and above != order[0]:
             lent.give(above)
-        take(coming)
+        take(order[max(place - ahead, 0) : place + 1][::-1])
         arriving.give(order[place])
         above = order[place]
     return most

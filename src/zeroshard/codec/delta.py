@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from zeroshard.codec.base import Codec, from_settings
+from zeroshard.codec.base import Codec
 from zeroshard.codec.integers import Int4
 from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
@@ -31,8 +31,6 @@ class Delta(Codec):
     numerics: ClassVar[Numerics] = "approximate"
 
     def __post_init__(self) -> None:
-        if isinstance(self.codec, dict):  # as a plan shows it
-            object.__setattr__(self, "codec", from_settings(self.codec))
         fits = isinstance(self.codec, Codec) and not isinstance(self.codec, Delta)
         if not fits or self.codec.state_names or not self.codec.active(0):
             raise OptionError(
@@ -40,9 +38,6 @@ class Delta(Codec):
                 "what it loses is in the next change. Pass zs.Int4(feedback=False), zs.Int8() or "
                 "zs.Cast(...)."
             )
-
-    def settings(self) -> dict[str, Any]:
-        return {"kind": "Delta", "codec": self.codec.settings()}
 
     def wire_bytes(self, numel: int) -> int:
         return self.codec.wire_bytes(numel)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import check_freeze, check_steps
+from zeroshard.codec.base import Codec, check_freeze, check_steps, check_warmup
 from zeroshard.codec.blocks import HUGE, NAN, Blocked, Run, pack, unpack, wide
 from zeroshard.policy import Numerics
 
@@ -20,7 +20,8 @@ class OneBit(Blocked):
     """Signs, and the mean magnitude of every `block`: 30.1 × fewer bytes than fp32. Numerics: approximate.
 
     What was not sent is kept and sent later (error feedback; 4 bytes a parameter of state). The first
-    `warmup_steps` steps travel as they are: signs serve once the optimizer's second moments have settled.
+    `warmup_steps` steps travel as they are, or through the codec `warmup`, e.g. ``Int4()``: signs serve once
+    the optimizer's second moments have settled.
 
     `freeze`: Adam's second moments stay as the warm-up leaves them (as in 1-bit Adam). Without it they follow
     what arrives, which says the same size of all values of a block. For Adam and AdamW; 4 more bytes a
@@ -35,6 +36,7 @@ class OneBit(Blocked):
 
     warmup_steps: int = 100
     freeze: bool = False
+    warmup: Codec | None = None
     numerics: ClassVar[Numerics] = "approximate"
     bits: ClassVar[int] = 1
 
@@ -42,6 +44,7 @@ class OneBit(Blocked):
         super().__post_init__()
         check_steps("OneBit", self.warmup_steps)
         check_freeze("OneBit", self.freeze, self.warmup_steps)
+        check_warmup("OneBit", self, self.warmup, self.warmup_steps)
 
     @property
     def feedback(self) -> bool:
@@ -53,6 +56,13 @@ class OneBit(Blocked):
 
     def active(self, step: int) -> bool:
         return step >= self.warmup_steps
+
+    @property
+    def early(self) -> tuple[Codec, ...]:
+        return () if self.warmup is None else (self.warmup,)
+
+    def at(self, step: int) -> Codec | None:
+        return self if self.active(step) else self.warmup
 
     def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
         scale = _mean(values)
