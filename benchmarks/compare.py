@@ -42,10 +42,15 @@ KERNELS = "src/zeroshard/native/_kernels*.so"
 
 
 def environment(rank: int) -> dict[str, str]:
-    """What `torchrun` would announce, one thread, and this checkout first on the path."""
+    """What `torchrun` would announce, one thread, and this checkout first on the path.
+
+    Bytecode may be written: the peers have theirs since they were installed, and a checkout gets it from its
+    rehearsal. Where it is forbidden, compiling our sources would count as our start-up, and theirs not.
+    """
     inherited = os.environ.get("PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {
-        **os.environ,
+        **kept,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(WORLD),

@@ -18,7 +18,8 @@ from typing import Any
 
 WINDOW = 3  # of Adaptive: steps that it measures of each choice
 LOCAL = 8
-PATIENCE = 120  # steps within which Adaptive must have settled
+ROUNDS = 3  # that a system is timed for, at least
+PATIENCE = 200  # steps within which Adaptive must have settled
 ADAPTIVE, CHOICES = "zs-0-adaptive", ("zs-0", "zs-0-int8", "zs-0-topk", f"zs-0-local{LOCAL}")
 BUCKETS = 6  # of a model, so that there is something to overlap
 PORT = 29500  # of a namespace that has no other processes
@@ -33,7 +34,7 @@ class Task:
     rank: int
     world: int
     master: str
-    seconds: float  # to time each visit of a system for, at least one round
+    seconds: float  # to time each visit of a system for, at least ROUNDS rounds
     answer: str = ""
     per_node: int = 1
     visits: int = 1  # of each system, all of them between two of one: the machine may be shared
@@ -53,8 +54,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a system is made, and how many steps belong together. One that `settles` is timed from then on; the
-    steps before are said in its note."""
+    """How a system is made, and how many steps belong together. One that `settles` is timed from then on, in
+    the rounds of what it settled upon; the steps before are said in its note."""
 
     make: Callable[..., object]
     round: int = 1
@@ -93,7 +94,7 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
     found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, exact=False)
     choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
     adaptive = zs.Adaptive(choices=choices, window=WINDOW, unrest=1e9)
-    found[ADAPTIVE] = Entry(ours(0, sync=adaptive), LOCAL, settles=True, exact=False)
+    found[ADAPTIVE] = Entry(ours(0, sync=adaptive), settles=True, exact=False)
     return found
 
 
@@ -147,31 +148,34 @@ def measure(task: Task, entry: Entry) -> Timing:
         losses.append(float(trainer.step(batch(len(losses)))))
     dist.barrier()
     before, sent, skipped = trainer.stats(), transmitted(), len(losses)
+    length = LOCAL if entry.settles and "Local(" in settled(before) else entry.round
 
     def rounds(count: int) -> list[float]:
-        batches = [batch(len(losses) + index) for index in range(count * entry.round)]
+        batches = [batch(len(losses) + index) for index in range(count * length)]
         marks = [time.perf_counter()]
         for number, ready in enumerate(batches, 1):
             losses.append(float(trainer.step(ready)))
-            if number % entry.round == 0:
+            if number % length == 0:
                 marks.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(marks)]
 
     lasted = rounds(1)
     one = torch.tensor(lasted)
     dist.all_reduce(one, op=dist.ReduceOp.MAX)
-    lasted += rounds(min(int(task.seconds / float(one)), max(40 // entry.round, 1)))
+    lasted += rounds(max(min(int(task.seconds / float(one)), 40 // length), ROUNDS - 1))
     sent, steps, took = transmitted() - sent, len(losses) - skipped, sum(lasted)
     # The machine may be shared, and others can only make a round longer: the first quartile of them.
     lasted.sort()
-    waited, note = -1.0, ""
+    step, waited, note = lasted[len(lasted) // 4] / length, -1.0, ""
     if before is not None:
-        now = trainer.stats()
-        waited = sum((now - before).waited.values()) / took
-        note = settled(now)
+        spent = trainer.stats() - before
+        waited = sum(spent.waited.values()) / took
+        note = settled(trainer.stats())
+        if entry.settles:  # few rounds have an agreement in them, and the quartile would leave it out
+            step += spent.waited.get("agree", 0.0) / steps
     dist.barrier()
     trainer.close()
-    return Timing(1e3 * lasted[len(lasted) // 4] / entry.round, steps, sent / steps, waited, losses[:3], note)
+    return Timing(1e3 * step, steps, sent / steps, waited, losses[:3], note)
 
 
 def main(text: str) -> None:

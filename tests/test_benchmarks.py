@@ -189,3 +189,37 @@ def test_a_paced_model_takes_its_time_in_forward_and_backward(monkeypatch: pytes
     loss.backward()
     assert middle - started >= seconds / 3
     assert time.perf_counter() - middle >= 2 * seconds / 3
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`links.py`, whose neighbour `models` has a namesake among the tests."""
+    with mock.patch.dict(sys.modules):
+        for name in ("links", "links_rank", "models", "systems"):
+            sys.modules.pop(name, None)
+        monkeypatch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module("links")
+
+
+def test_rows_measured_again_stand_in_place_of_the_old_ones(links: ModuleType) -> None:
+    def row(step_ms: float, note: str = "") -> dict[str, object]:
+        return {"step_ms": step_ms, "losses": [1.0], "sent": 0.0, "waited": 0.0, "note": note}
+
+    rows = {name: row(50.0 + n) for n, name in enumerate(("ddp", *links.CHOICES))}
+    result = {
+        "rows": {**rows, links.ADAPTIVE: row(90.0, "settled on that")},
+        "problem": "",
+        "load_average": 0.1,
+    }
+    links.check(result)
+    assert links.missed(result)
+    newer = {"rows": {links.ADAPTIVE: row(53.0, "settled on this")}, "problem": "", "load_average": 0.2}
+    again = links.replace_rows(result, newer, "abc")
+    links.check(again)
+    assert again["rows"][links.ADAPTIVE]["note"] == f"1.04 x {links.CHOICES[0]}; settled on this"
+    assert {name: again["rows"][name] for name in rows} == rows
+    assert not links.missed(again)
+    assert again["again"] == [{"rows": [links.ADAPTIVE], "commit": "abc", "load": 0.2}]
+    links.check(again)
+    assert again["rows"][links.ADAPTIVE]["note"] == f"1.04 x {links.CHOICES[0]}; settled on this", "said once"
+    assert links.replace_rows(result, {**newer, "problem": "not done"}, "abc") is result

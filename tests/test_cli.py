@@ -81,16 +81,46 @@ def test_a_command_line_that_makes_no_sense_is_refused(words: list[str]) -> None
 @pytest.mark.ranks
 def test_the_command_line_needs_no_torch() -> None:
     """`zeroshard --help` answers at once: torch takes a second to import, so commands do it when they run."""
-    names = ", ".join(f"zeroshard.cli.{path.stem}" for path in (SRC / "zeroshard" / "cli").glob("[!_]*.py"))
     code = (
-        "import sys, types; package = types.ModuleType('zeroshard')\n"
-        f"package.__path__ = [{str(SRC / 'zeroshard')!r}]\n"
-        "sys.modules['zeroshard'] = package\n"
-        f"import {names}, zeroshard.launch.local, zeroshard.launch.environment\n"
+        "import contextlib, io, sys\n"
+        "from zeroshard.cli import commands, main\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as said:\n"
+        "    main(['--help']), main(['--version'])\n"
+        "    for command in commands():\n"
+        "        with contextlib.suppress(SystemExit):\n"
+        "            main([command, '--help'])\n"
+        "assert said.getvalue().count('usage:') == 1 + len(commands())\n"
+        "import zeroshard.launch.local, zeroshard.launch.environment\n"
         "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[]\n", done.stderr
+    assert in_a_fresh_process(code) == "[]\n"
+
+
+@pytest.mark.ranks
+def test_public_names_come_at_their_first_use_and_stay() -> None:
+    """Also where a module of the same name was imported before, by whatever way."""
+    code = (
+        "import types, zeroshard, zeroshard.plan, zeroshard.shard as not_the_module\n"
+        "from zeroshard.api import Run\n"
+        "from zeroshard import *\n"
+        "assert zeroshard.Run is Run and zeroshard.checkpoint.latest is latest\n"
+        "assert callable(plan) and plan is zeroshard.plan and not_the_module is shard is zeroshard.shard\n"
+        "assert set(zeroshard.__all__) <= set(dir(zeroshard)) & set(globals())\n"
+        "assert not [n for n in zeroshard.__all__ if isinstance(getattr(zeroshard, n), types.ModuleType)]\n"
+        "try:\n    zeroshard.shrad\n"
+        "except AttributeError as error:\n    print(error)"
+    )
+    assert in_a_fresh_process(code) == "module 'zeroshard' has no attribute 'shrad'\n"
+
+
+def in_a_fresh_process(code: str) -> str:
+    """What it prints."""
+    environ = os.environ | {"PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ, check=False
+    )
+    assert not done.stderr, done.stderr
+    return done.stdout
 
 
 @pytest.mark.ranks

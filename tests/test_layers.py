@@ -55,6 +55,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("launch",),
     ("snapshot", "resume", "keeper", "kept", "resting", "promise", "admission", "search"),
     ("api",),
+    ("public",),
     ("__init__",),
     ("integrations", "testing", "display"),
     ("cli",),

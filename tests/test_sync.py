@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.sync.decide import Judge, Reading
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
@@ -42,20 +41,21 @@ def mean_gradient(model: nn.Module, step: int, world: int, accumulate: int = 1) 
 
 
 def delayed_by_hand(
-    world: int, steps: int, clip: float | None = None, accumulate: int = 1
+    world: int, steps: int, clip: float | None = None, accumulate: int = 1, early: int = 0
 ) -> dict[str, Tensor]:
+    """`early` steps at first use their own gradients."""
     model = models.build("mlp")
     optimizer = adamw(model)
     last: list[Tensor] | None = None
     for step in range(steps):
         now = mean_gradient(model, step, world, accumulate)
-        if last is not None:
-            for parameter, grad in zip(model.parameters(), last, strict=True):
+        used, last = (now, None) if step < early else (last, now)
+        if used is not None:
+            for parameter, grad in zip(model.parameters(), used, strict=True):
                 parameter.grad = grad.clone()
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-        last = now
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -99,6 +99,23 @@ def test_delayed_clips_and_accumulates(clip: float | None, accumulate: int) -> N
 
 def test_delayed_on_one_rank() -> None:
     assert_same_bits(trained({"stage": 2, "sync": zs.Delayed()}), delayed_by_hand(1, STEPS))
+
+
+@pytest.mark.parametrize("early", [1, 3, STEPS])
+def test_delayed_warms_up_with_every_step(early: int) -> None:
+    options = {"stage": 2, "sync": zs.Delayed(warmup_steps=early), "bucket_bytes": 1024}
+    expected = delayed_by_hand(WORLD, STEPS, early=early)
+    for weights in ranks(WORLD).run(trained, options):
+        assert_same_bits(weights, expected)
+    assert_same_bits(trained(options), delayed_by_hand(1, STEPS, early=early))
+
+
+def test_a_warm_up_accumulates_and_then_delays() -> None:
+    expected = delayed_by_hand(WORLD, STEPS, 0.2, 2, early=2)
+    options = {"stage": 3, "sync": zs.Delayed(warmup_steps=2)}
+    found = ranks(WORLD).run(trained, options, STEPS, 0.2, 2)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 
 def delayed_misuse() -> list[str]:
@@ -243,6 +260,8 @@ def half(options: dict[str, Any], path: str, first: int, last: int, load: bool) 
     "options",
     [
         {"stage": 2, "sync": zs.Delayed()},
+        {"stage": 2, "sync": zs.Delayed(warmup_steps=3)},
+        {"stage": 2, "sync": zs.Delayed(warmup_steps=6)},
         {"stage": 0, "sync": zs.Local(steps=2)},
         {"stage": 2, "sync": CODECS},
     ],
@@ -302,6 +321,22 @@ def test_policies_are_checked_when_made(make: Any) -> None:
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: zs.Delayed(warmup_steps=-1), r"warmup_steps=-1\): a whole number"),
+        (lambda: zs.Delayed(warmup_steps=True), r"warmup_steps=True\): a whole number"),
+        (
+            lambda: zs.Adaptive(choices=[zs.EveryStep(), zs.Delayed(warmup_steps=2)]),
+            r"warms up, and which choice is in force .* list EveryStep\(\) first",
+        ),
+    ],
+)
+def test_a_warm_up_that_cannot_be_is_refused(make: Any, told: str) -> None:
+    with pytest.raises(zs.OptionError, match=told):
+        make()
+
+
 def first_weights(options: dict[str, Any]) -> dict[str, Tensor]:
     return trained({"stage": 2, "bucket_bytes": 1024, **options})
 
@@ -326,53 +361,6 @@ def test_ranks_that_disagree_about_the_policy_are_told() -> None:
 
 
 # ---------------------------------------------------------------------- choosing
-
-
-def choosing(seconds: list[float], noise: dict[int, float], windows: int, judge: Judge) -> list[int]:
-    """The choice in force in each window, where choice n takes seconds[n] a step, half of it waiting. `noise`
-    has a factor for disturbed windows, by their number."""
-    current, taken = 0, []
-    for number in range(windows):
-        taken.append(current)
-        took = seconds[current] * noise.get(number, 1.0)
-        current = judge.hear(current, Reading(took, took / 2, 1e6)).number
-    return taken
-
-
-def test_the_shortest_is_found_and_a_faithful_one_preferred() -> None:
-    assert choosing([1.0, 0.3, 0.8], {}, 8, Judge(0.05, 4.0, 3)) == [0, 1, 2, 1, 1, 1, 1, 1]
-    assert choosing([1.0, 0.97], {}, 6, Judge(0.05, 4.0, 2)) == [0, 1, 1, 0, 0, 0], "3 % are not worth it"
-    calm = Judge(0.05, 4.0, 2)
-    assert calm.hear(0, Reading(1.0, 0.01, 1e6)).number == 0, "nothing to gain, so nothing is tried"
-
-
-def test_a_disturbed_window_changes_nothing() -> None:
-    """Neither while choices are tried, where those that came close are measured twice, nor later."""
-    close = [1.0, 0.50, 0.44]
-    assert choosing(close, {2: 1.2}, 9, Judge(0.05, 4.0, 3))[-4:] == [2, 2, 2, 2]
-    for factor in (1.3, 3.0):
-        assert choosing(close, {8: factor}, 14, Judge(0.05, 4.0, 3))[6:] == [2] * 8
-
-
-def test_a_link_that_has_changed_is_tried_again() -> None:
-    judge = Judge(0.05, 4.0, 2)
-    assert choosing([1.0, 0.5], {}, 6, judge)[-3:] == [1, 1, 1]
-    assert judge.stretch == 8, "an agreement costs little where windows are long"
-    current, taken = 1, list[int]()
-    for _ in range(6):
-        taken.append(current)
-        current = judge.hear(current, Reading([0.2, 0.9][current], 0.1, 1e6)).number
-    assert taken == [1, 1, 0, 0, 0, 0], "two slow windows, then the other one"
-    assert judge.stretch > 1
-
-
-def test_unrest_goes_back_to_the_first_choice() -> None:
-    judge = Judge(0.05, 4.0, 2)
-    choosing([1.0, 0.3], {}, 4, judge)
-    decision = judge.hear(1, Reading(0.3, 0.1, 1e7, unrest=9.0))
-    assert decision.number == 0
-    assert "norm" in decision.why
-    assert judge.hear(0, Reading(1.0, 0.8, 1e8)).number == 1, "calm again"
 
 
 def adapting(options: dict[str, Any], steps: int) -> tuple[tuple[str, ...], str, dict[str, Tensor]]:

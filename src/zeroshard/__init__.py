@@ -1,58 +1,46 @@
-"""ZeroShard: train models that do not fit. ZeRO on PyTorch, in place, exact where it says exact."""
+"""ZeroShard: train models that do not fit. ZeRO on PyTorch, in place, exact where it says exact.
 
-from .api import Run, shard
-from .checkpoint import latest
-from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, TopK
-from .config import Offload, Options, Precision
-from .errors import (
-    CheckpointError,
-    ModelError,
-    OptionError,
-    PlanError,
-    RankError,
-    StateError,
-    TierError,
-    ZeroShardError,
-)
-from .launch.job import PREEMPTED
-from .plan import Plan
-from .planning import plan
-from .policy import Adaptive, Delayed, EveryStep, Local, Nesterov
-from .stats import Stats
+The names are in `public` and are loaded at the first use of any: torch takes a second or two to import, and
+the command line must answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+    from .public import __all__ as __all__
 
 __version__ = "0.1.0"
+_FUNCTIONS = ("plan", "shard")  # which modules are named like
 
-__all__ = [
-    "PREEMPTED",
-    "Adaptive",
-    "Cast",
-    "CheckpointError",
-    "Codec",
-    "Delayed",
-    "Delta",
-    "EveryStep",
-    "Int4",
-    "Int8",
-    "Local",
-    "LowRank",
-    "ModelError",
-    "Nesterov",
-    "Offload",
-    "OneBit",
-    "OptionError",
-    "Options",
-    "Plan",
-    "PlanError",
-    "Precision",
-    "RankError",
-    "Rows",
-    "Run",
-    "StateError",
-    "Stats",
-    "TierError",
-    "TopK",
-    "ZeroShardError",
-    "latest",
-    "plan",
-    "shard",
-]
+
+class _Package(ModuleType):
+    """`zs.shard` and `zs.plan` are functions. Modules have these names too, and importing one must not put
+    it in the function's place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in _FUNCTIONS):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FUNCTIONS and not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+            return import_module(f"{__name__}.{name}")
+        if not name.startswith("_") or name == "__all__":
+            public = import_module(f"{__name__}.public")
+            names = {known: getattr(public, known) for known in public.__all__}
+            self.__dict__.update(names, __all__=public.__all__)
+        if name not in self.__dict__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return self.__dict__[name]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__all__, *self.__dict__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -46,9 +46,13 @@ class Delayed:
     reduction of each bucket has from its send in one backward to the same place in the next: a whole step.
     Costs a wire of the whole gradient and one more piece a rank. One backward a step: accumulate under
     `run.no_sync()`.
+
+    `warmup_steps`: so many updates at first use the gradient of their own step, exactly as `EveryStep` does:
+    early in training a gradient ages fastest. The step after them is the one whose update does nothing.
     """
 
     steps: int = 1
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.steps != 1 or isinstance(self.steps, bool):
@@ -56,6 +60,9 @@ class Delayed:
                 f"Delayed(steps={self.steps!r}): one step is what there is. It gives a reduction the time of "
                 "a whole step already; where that is not enough, see Local(steps=...)."
             )
+        early = self.warmup_steps
+        if not isinstance(early, int) or isinstance(early, bool) or early < 0:
+            raise OptionError(f"Delayed(warmup_steps={early!r}): a whole number, 0 or more, is needed.")
 
     @property
     def numerics(self) -> Numerics:
@@ -128,8 +135,10 @@ class Adaptive:
 
     - `choices`: sync policies, the most faithful first. It begins with the first. Codecs can be chosen among,
       too: ``EveryStep(compress=Int8())``. Each codec has buffers and state of its own.
-    - `window`: steps that are measured before it decides; the first after a change is left out. Once it has
-      settled, windows grow up to eight times as long, so that measuring costs next to nothing.
+    - `window`: steps that are measured before it decides; the first after a change is left out. Choices that
+      come close are measured in up to five windows, in turn. Once it has settled, windows grow up to eight
+      times as long, so that measuring costs next to nothing, and the runner-up is measured at ever longer
+      intervals.
     - `gain`: a choice must make steps shorter by this share to be preferred to one that stands before it, or
       to the one in force.
     - `unrest`: while the gradient's norm changes by more than this factor within `window` steps, only the
@@ -156,6 +165,11 @@ class Adaptive:
             if not isinstance(choice, (EveryStep, Delayed, Local)):
                 raise OptionError(
                     f"Adaptive: {choice!r} is no choice; list EveryStep(), Delayed() or Local(...)."
+                )
+            if isinstance(choice, Delayed) and choice.warmup_steps:
+                raise OptionError(
+                    f"Adaptive: {choice!r} warms up, and which choice is in force is for Adaptive to say: "
+                    "list EveryStep() first, with which it begins, and Delayed()."
                 )
         if not isinstance(self.window, int) or self.window < 3:
             raise OptionError(f"Adaptive.window={self.window!r} must be 3 steps or more.")

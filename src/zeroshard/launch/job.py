@@ -10,7 +10,7 @@ from zeroshard.errors import OptionError
 
 # Imported once by the launcher, before the ranks are forked from it. Every training script needs all of them:
 # DTensor holds the homes, and a torch optimizer imports dynamo at its first `zero_grad`.
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "zeroshard.public")
 
 
 # The environment variable by which ranks learn of `--resume`.
