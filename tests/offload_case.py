@@ -167,8 +167,8 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
         if pace == "waited":
             start = HostUpdates._start
 
-            def start_and_wait(self: HostUpdates, part: Part, scale: float) -> None:
-                start(self, part, scale)
+            def start_and_wait(self: HostUpdates, part: Part, scale: float, held: bool = False) -> None:
+                start(self, part, scale, held)
                 self.wait(part)
                 part.ready.wait_on_host()
 

@@ -14,12 +14,14 @@ from .tier import Mark, Stage
 
 @dataclass(frozen=True)
 class Job:
-    """An update that is due. `landed`: when its gradient is complete on the device."""
+    """An update that is due. `landed`: when its gradient is complete on the device. `held`: its weights are
+    not to show before the step."""
 
     part: Part
     flat: Tensor
     stretches: list[Stretch]
     landed: Mark
+    held: bool = False
 
 
 @dataclass(frozen=True)

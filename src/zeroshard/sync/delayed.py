@@ -7,7 +7,8 @@ transports add as soon as the pieces are there. So every bucket has its own wire
 
 [Note: nobody reads any more] A bucket of this backward cannot come back before every rank has sent it, and
 is through with its parameters: so host updates may begin when it lands. A bucket of the last backward can:
-peers may still gather the rows that it would change. Sinks get theirs at the end of backward, behind a fence.
+peers may still gather the rows that it would change. Sinks get theirs at the end of backward, behind a fence;
+early ones, which change no row before the step, as soon as it is there, from the next forward on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, Sink
+from ..bucket import Bucket, EarlySink, Sink
 from ..comm import Transport, Work
 from ..comm.transport import Done
 from ..errors import StateError
@@ -44,6 +45,20 @@ class DelayedGradients(Gradients):
         self._due: dict[int, Work] = {}  # by bucket: a reduction whose result nobody has seen
         self._ready: dict[int, list[bool]] = {}  # landed, not shown: which parameters any rank used
 
+    def advance(self) -> bool:
+        """Hand early sinks what has come of the last round. Whether any of it was still on its way: in the
+        first look after a backward all ranks say the same."""
+        last_round = [(self.buckets[index], work) for index, work in self._due.items() if index >= self._next]
+        early = [(bucket, work) for bucket, work in last_round if self._is_early(bucket)]
+        for bucket, work in early:
+            assert isinstance(bucket.sink, EarlySink)
+            if bucket.sink.idle and work.poll():
+                self._land(bucket)
+        return bool(early)
+
+    def _is_early(self, bucket: Bucket) -> bool:
+        return self.behind and isinstance(bucket.sink, EarlySink)
+
     def _send(self, bucket: Bucket) -> None:
         self._keep_aside(bucket)
         self._land(bucket)
@@ -61,14 +76,20 @@ class DelayedGradients(Gradients):
             return
         work.wait()
         assert bucket.landed is not None
+        if isinstance(bucket.sink, EarlySink):
+            bucket.sink.wait()
         coming, unseen = self._coming[bucket.index], self._ready.get(bucket.index)
         if unseen is None:
             bucket.landed.copy_(coming)
         else:  # no longer behind: the one under way and the one that has just come are averaged
             bucket.landed.add_(coming).mul_(0.5)
         self._ready[bucket.index] = bucket.used_anywhere()
+        if self._is_early(bucket):
+            assert bucket.sink is not None
+            bucket.sink(bucket.landed, self._ready.pop(bucket.index))
 
     def _progress(self) -> None:
+        self.advance()
         for work in self._due.values():
             work.poll()
 
@@ -78,7 +99,8 @@ class DelayedGradients(Gradients):
             self._send(self.buckets[self._next])
         if not self.behind:
             self.land_all()
-        if any(self.buckets[index].sink is not None for index in self._ready):
+        sinks = [self.buckets[index].sink for index in self._ready]
+        if any(sink is not None and not isinstance(sink, EarlySink) for sink in sinks):
             self.transport.fence()  # see [Note: nobody reads any more]
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)
@@ -152,9 +174,13 @@ class _OneBehind:
         if not self.behind:
             self.sink(flat, used)
             return
-        last, self.held = self.held, (flat, used)
-        if last is not None:
-            self.sink(*last)
+        self.hand_on()
+        self.held = flat, used
+
+    def hand_on(self) -> None:
+        held, self.held = self.held, None
+        if held is not None:
+            self.sink(*held)
 
 
 class DelayedLocalGradients(LocalGradients):
@@ -189,6 +215,15 @@ class DelayedLocalGradients(LocalGradients):
             grad = grad.to(self._dtypes[param])
             self._new[param] = self._new[param].add_(grad) if param in self._new else grad
 
+    def advance(self) -> bool:
+        """Hand early sinks what they are behind by, as above. There is no other rank to differ from."""
+        held = [s for s in self._sinks if s.behind and s.held is not None and isinstance(s.sink, EarlySink)]
+        for sink in held:
+            assert isinstance(sink.sink, EarlySink)
+            if sink.sink.idle:
+                sink.hand_on()
+        return bool(held)
+
     def finish(self) -> None:
         super().finish()
         if not self._behind and self._held:  # no longer behind: averaged, as above
@@ -209,9 +244,7 @@ class DelayedLocalGradients(LocalGradients):
         """Show what is held back."""
         self._show()
         for sink in self._sinks:
-            held, sink.held = sink.held, None
-            if held is not None:
-                sink.sink(*held)
+            sink.hand_on()
 
     def drop(self) -> None:
         self._held.clear()
@@ -249,6 +282,11 @@ class DelayedPace(Pace):
         super().__init__(gradients)
         self.rank = rank
         self._unused = False  # a backward has ended and no step has followed
+        self.begun = False
+
+    def advance(self) -> None:
+        if not self._unused:
+            self.begun = self.gradients.advance() or self.begun
 
     def ended(self) -> None:
         if self._unused and self.gradients.behind:
@@ -260,12 +298,12 @@ class DelayedPace(Pace):
         super().ended()
 
     def step(self, update: Update, step: Callable[[], Any]) -> None:
-        self._unused = False
+        self._unused = self.begun = False
         super().step(update, step)
 
     def forget(self) -> None:
         if self._unused:  # dropped instead of applied: the one that is under way, too
-            self._unused = False
+            self._unused = self.begun = False
             self.gradients.drop()
 
     # ------------------------------------------------------------------ checkpoints
@@ -284,7 +322,7 @@ class DelayedPace(Pace):
         return {"flats": self.gradients.flats} if local else {}  # type: ignore[union-attr]
 
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        self._unused = False
+        self._unused = self.begun = False
         self.gradients.expect(set(values.get("delayed", ())))
         if isinstance(self.gradients, DelayedLocalGradients) and "flats" in own:
             self.gradients.take_flats(own["flats"])
