@@ -52,6 +52,7 @@ class Task:
     test: Callable[[nn.Module], tuple[float, float | None]]
     steps: int
     rate: Callable[[float, int], float]  # share of the learning rate by share of the run, and by step
+    vectors: tuple[str, ...]  # patterns of the names of biases and norms
     adam: bool = False
 
 
@@ -88,6 +89,7 @@ def digits(shuffle: int) -> Task:
         lambda model, given: functional.cross_entropy(model(given[0]), given[1]),
         test,
         steps=500,
+        vectors=("*.bias",),
         rate=lambda done, step: min(1.0, (step + 1) / 40) * (1.0 - 0.9 * done),
     )
 
@@ -122,6 +124,7 @@ def text(validate: bool) -> Task:
         lambda model, given: model(*given),
         test,
         steps=3000,
+        vectors=("*norm*", "*.bias"),
         rate=lambda done, step: (
             min(1.0, (step + 1) / 100) * (0.05 + 0.95 * (0.5 + 0.5 * math.cos(math.pi * done)))
         ),
@@ -129,14 +132,15 @@ def text(validate: bool) -> Task:
     )
 
 
-def rows(steps: int, adam: bool) -> dict[str, dict[str, Any]]:
+def rows(task: Task) -> dict[str, dict[str, Any]]:
     """The options of each row; the first is what the others are held against. Beside Adam, second moments are
-    frozen where a codec can do that."""
-    early = steps // 5
+    frozen where a codec can do that; beside top-k, biases and norms have four bits each."""
+    early, adam = task.steps // 5, task.adam
+    few = dict.fromkeys(task.vectors, zs.Int4())
     codecs: dict[str, Any] = {
         "int8": zs.Int8(),
         "1-bit": zs.OneBit(warmup_steps=early, freeze=adam),
-        "top-k 1 %": zs.TopK(ratio=0.01, warmup_steps=early, freeze=adam),
+        "top-k 1 %": few | {"*": zs.TopK(0.01, warmup_steps=early, ramp_steps=early, freeze=adam)},
         "int4": zs.Int4(),
         "low rank 4": zs.LowRank(rank=4),
         "rows": zs.Rows(),
@@ -145,6 +149,7 @@ def rows(steps: int, adam: bool) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"plain": {"stage": 2}}
     found |= {name: {"stage": 2, "compress": codec} for name, codec in codecs.items()}
     found["delayed"] = {"stage": 2, "sync": zs.Delayed()}
+    found["delayed late"] = {"stage": 2, "sync": zs.Delayed(warmup_steps=early)}
     found["local 8"] = {"stage": 0, "sync": zs.Local(steps=8, outer=zs.Nesterov(0.7, 0.6))}
     return found
 
@@ -157,7 +162,10 @@ def train(task: Task, options: dict[str, Any], seed: int) -> dict[str, Any]:
     run = zs.shard(model, optimizer, **options)
     generator = torch.Generator().manual_seed(100 * seed + run.rank)
     plan = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: task.rate(step / task.steps, step))
-    for _ in range(task.steps):
+    late, before = task.steps // 10, 0
+    for step in range(task.steps):
+        if step == task.steps - late:
+            before = run.stats().sent.get("reduce", 0)
         task.loss(model, task.batch(generator)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -168,7 +176,14 @@ def train(task: Task, options: dict[str, Any], seed: int) -> dict[str, Any]:
         loss, accuracy = task.test(model)
     sent = run.stats().sent
     run.close()
-    return {"loss": loss, "accuracy": accuracy, "reduce": sent.get("reduce", 0), "sent": sum(sent.values())}
+    reduced = sent.get("reduce", 0)
+    return {
+        "loss": loss,
+        "accuracy": accuracy,
+        "reduce": reduced,
+        "late": (reduced - before) / late,  # in a step of the last tenth
+        "sent": sum(sent.values()),
+    }
 
 
 def behind(row: dict[str, Any], plain: dict[str, Any]) -> str:
@@ -181,22 +196,22 @@ def behind(row: dict[str, Any], plain: dict[str, Any]) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Markdown: means over the seeds, and each. Bytes are those of gradients; where ranks meet by their
-    parameters, all there are."""
+    """Markdown: means over the seeds, and each. Bytes are those of gradients, of all steps and (`× fewer`) of
+    the last tenth, which no warm-up is in; where ranks meet by their parameters, all there are."""
     lines = []
     for name in dict.fromkeys(row["task"] for row in found):
         mine = [row for row in found if row["task"] == name]
-        lines += [f"## {name}", "", "| | loss | accuracy | each seed | bytes ÷ plain | bar |"]
-        lines += ["|---|---|---|---|---|---|"]
+        lines += [f"## {name}", ""]
+        lines += ["| | loss | accuracy | each seed | bytes ÷ plain | × fewer at last | bar |"]
+        lines += ["|---|---|---|---|---|---|---|"]
         for row in mine:
             accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.2f} %"
             key = "loss" if row["accuracy"] is None else "accuracy"
             seeds = ", ".join(f"{one[key]:.4g}" for one in row["seeds"])
             share = row["reduce"] / mine[0]["reduce"] if row["reduce"] else row["sent"] / mine[0]["sent"]
-            verdict = behind(row, mine[0])
-            lines.append(
-                f"| {row['name']} | {row['loss']:.4f} | {accuracy} | {seeds} | {share:.3f} | {verdict} |"
-            )
+            fewer = f"{mine[0]['late'] / row['late']:.1f}" if row["late"] else "–"
+            figures = f"{row['loss']:.4f} | {accuracy} | {seeds} | {share:.3f} | {fewer}"
+            lines.append(f"| {row['name']} | {figures} | {behind(row, mine[0])} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -225,7 +240,7 @@ def main() -> None:
         found: list[dict[str, Any]] = []
         task = digits(options.shuffle) if name == "digits" else text(options.validate)
         task = Task(**{**vars(task), "steps": options.steps or task.steps})
-        for row, how in rows(task.steps, task.adam).items():
+        for row, how in rows(task).items():
             if options.rows and row not in options.rows:
                 continue
             seeds = [train(task, how, seed) for seed in options.seeds]

@@ -88,8 +88,8 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
         GPT, {"stage": 2, "sync": zs.Adaptive(choices=(zs.Delayed(), zs.EveryStep()), window=500)}
     ),
     "int8 with feedback": (GPT, {"stage": 2, "compress": zs.Int8(feedback=True)}),
-    "top-k": (GPT, {"stage": 3, "compress": zs.TopK(ratio=0.05, warmup_steps=4, freeze=True)}),
-    "1-bit": (GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4)}),
+    "top-k": (GPT, {"stage": 3, "compress": zs.TopK(0.05, warmup_steps=4, freeze=True, ramp_steps=4)}),
+    "1-bit": (GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4, warmup=zs.Int4())}),
     "changes": (GPT, {"stage": 3, "gather": zs.Delta()}),
     "low rank and rows": (GPT, {"stage": 2, "compress": {"tokens.*": zs.Rows(), "*": zs.LowRank(rank=2)}}),
     "int8 with feedback, host": (

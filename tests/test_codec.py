@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +28,10 @@ from zeroshard.codec import (
     OneBit,
     Rows,
     TopK,
+    TwoBit,
     from_settings,
 )
+from zeroshard.coding import sizes_of
 from zeroshard.errors import OptionError
 
 ALL: list[Codec] = [
@@ -40,12 +43,15 @@ ALL: list[Codec] = [
     Int8(block=64, feedback=True, stochastic=True),
     Int4(),
     Int4(block=16, feedback=False, stochastic=True),
+    TwoBit(),
+    TwoBit(block=48, feedback=False),
     OneBit(),
     OneBit(block=48, warmup_steps=0),
     TopK(),
     TopK(ratio=0.1, momentum=0.9),
     TopK(ratio=1.0),
 ]
+OTHER = [LowRank(), LowRank(2), Rows(), Delta(), OneBit(warmup=Int8()), TopK(ramp_steps=9)]
 ROUNDING = [codec for codec in ALL if codec.numerics == "rounding"]
 every = pytest.mark.parametrize("codec", ALL, ids=repr)
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -59,6 +65,7 @@ quick = settings(max_examples=40, deadline=None, derandomize=True, database=None
         (Cast("float16"), 2.0),
         (Int8(), 3.9),
         (Int4(), 7.5),
+        (TwoBit(), 15.4),
         (OneBit(), 28.0),
         (TopK(ratio=0.01), 45.0),
     ],
@@ -96,6 +103,16 @@ def test_error_stays_within_its_bound(codec: Codec, spread: float) -> None:
     assert ((send(codec, values, codec.state(5000)) - values).abs() <= bound(codec, values)).all()
 
 
+def test_two_bits_lose_a_third_and_signs_three_fifths() -> None:
+    values = normal(100_000)
+    for codec, share in ((TwoBit(), 0.345), (OneBit(), 0.603)):
+        assert float((codec.round_trip(values) - values).norm() / values.norm()) == pytest.approx(
+            share, abs=0.005
+        )
+    found = TwoBit(block=16).round_trip(torch.tensor([4.0, -1.0, 0.5, -0.5] * 4))  # the mean is 1.5
+    assert found[:4].tolist() == [2.8125, -0.9375, 0.9375, -0.9375]
+
+
 @pytest.mark.parametrize("codec", ROUNDING, ids=repr)
 @quick
 @given(values=pieces())
@@ -128,7 +145,9 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_the_state_alone(codec: Co
     assert all(tensor.isfinite().all() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("codec", [Int8(16, feedback=True), Int4(), OneBit(), TopK(), TopK(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [Int8(16, feedback=True), Int4(), TwoBit(), OneBit(), TopK(), TopK(0.1)], ids=repr
+)
 def test_sent_and_residual_are_the_sum_of_gradients(codec: Codec) -> None:
     numel, state = 1000, codec.state(1000)
     sent, wanted = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
@@ -166,10 +185,10 @@ def test_stochastic_rounding_differs_by_place_value_and_step() -> None:
 
 
 # -- what surrounds them
-@pytest.mark.parametrize("codec", [*ALL, LowRank(), LowRank(2), Rows()], ids=repr)
+@pytest.mark.parametrize("codec", [*ALL, *OTHER], ids=repr)
 def test_settings_are_plain_data_and_give_the_codec_back(codec: Compression) -> None:
     described = codec.settings()
-    assert all(isinstance(value, (str, int, float, bool)) for value in described.values())
+    assert json.loads(json.dumps(described)) == described
     assert from_settings(described) == codec
     assert hash(from_settings(described)) == hash(codec)
 
@@ -223,7 +242,7 @@ def test_the_codec_in_the_documentation_works() -> None:
 
 
 def test_examples_in_docstrings_run() -> None:
-    names = ("base", "cast", "integers", "onebit", "topk", "lowrank", "rows")
+    names = ("base", "cast", "integers", "onebit", "topk", "twobit", "lowrank", "rows")
     for name in names:
         found = doctest.testmod(importlib.import_module(f"zeroshard.codec.{name}"))
         assert found.attempted > 0
@@ -241,6 +260,22 @@ def test_warm_up() -> None:
     for codec in (OneBit(warmup_steps=3), TopK(warmup_steps=3)):
         assert [codec.active(step) for step in range(5)] == [False, False, False, True, True]
     assert TopK().active(0)
+    assert OneBit(warmup_steps=3).at(2) is None
+    coded = OneBit(warmup_steps=3, warmup=Int4())
+    assert [coded.at(step) for step in (0, 2, 3)] == [Int4(), Int4(), coded]
+    assert coded.early == (Int4(),)
+
+
+def test_a_ramp_falls_by_quarters() -> None:
+    codec = TopK(ratio=0.01, warmup_steps=2, ramp_steps=6, momentum=0.9, freeze=True)
+    shares = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625]
+    expected = [None, None, *(TopK(share, 0.9) for share in shares), codec, codec]
+    assert [codec.at(step) for step in range(10)] == expected
+    assert [codec.active(step) for step in range(4)] == [False, False, True, True]
+    assert codec.early == (TopK(0.25, 0.9), TopK(0.0625, 0.9), TopK(0.015625, 0.9))
+    assert sizes_of(codec, 4)[1](1000) == 2000
+    short = TopK(ratio=0.01, ramp_steps=2)
+    assert [short.at(step) for step in range(3)] == [TopK(0.25), TopK(0.0625), short]
 
 
 # -- mistakes
@@ -252,10 +287,17 @@ def test_warm_up() -> None:
         (lambda: Int8(block=0), r"Int8\(block=0\): a multiple of 16"),
         (lambda: Int8(feedback=1), r"Int8\(feedback=1\): pass True or False"),  # type: ignore[arg-type]
         (lambda: Int4(stochastic="no"), r"Int4\(stochastic='no'\): pass True or False"),  # type: ignore[arg-type]
+        (lambda: TwoBit(feedback=None), r"TwoBit\(feedback=None\): pass True or False"),  # type: ignore[arg-type]
         (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): a whole number, 0 or more"),
         (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): a whole number"),  # type: ignore[arg-type]
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
         (lambda: TopK(momentum=1.0), r"TopK\(momentum=1.0\) must be at least 0 and below 1"),
+        (lambda: TopK(ramp_steps=-1), r"TopK\(ramp_steps=-1\): a whole number, 0 or more"),
+        (lambda: TopK(ratio=0.3, ramp_steps=9), r"begins at a quarter of the values.*drop ramp_steps="),
+        (lambda: OneBit(warmup="int4"), r"OneBit\(warmup='int4'\) must be a codec that needs no warm-up"),  # type: ignore[arg-type]
+        (lambda: OneBit(warmup=OneBit()), r"must be a codec that needs no warm-up, e.g. zs.Int4"),
+        (lambda: OneBit(warmup=TopK(momentum=0.9)), r"keeps residual, momentum .* OneBit keeps residual:"),
+        (lambda: TopK(warmup=Int8()), r"is for a warm-up, and there is none: pass warmup_steps="),
         (lambda: LowRank(rank=0), r"LowRank\(rank=0\): a whole number, 1 or more"),
         (lambda: from_settings({"kind": "Int9"}), r"kind 'Int9' is unknown; known are .*Cast.*Int8"),
     ],

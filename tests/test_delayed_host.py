@@ -127,6 +127,21 @@ def test_timing_changes_no_bit(offload: dict[str, Any]) -> None:
     assert_same_bits(both[0][0], ranks(WORLD).run(trained, options)[0][0])
 
 
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_a_split_master_is_taken_back_a_step_ahead(world: int) -> None:
+    """Its other half is among the weights that are held back."""
+    found = []
+    for master in ("plain", "split"):
+        offload = zs.Offload(master=master)  # type: ignore[arg-type]
+        options = {**HOST, "stage": 3, "clip_norm": CLIP, "offload": offload, "precision": "bf16"}
+        weights, counts = trained(options) if world == 1 else ranks(world).run(trained, options, 0.005)[0]
+        assert counts["undone"] > 0
+        assert counts["early"] > 0
+        found.append(weights)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+
+
 def begun_in_forward(transport: str) -> tuple[int, list[bool]]:
     """Parts that were updated when a forward had ended, and whether each forward used the weights before."""
     model = models.build("mlp")

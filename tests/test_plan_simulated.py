@@ -60,6 +60,43 @@ def test_a_rank_of_a_simulated_world_holds_what_was_predicted(world: int, stage:
     assert all(loss == loss for loss in losses)  # numbers, though not those of a real world
 
 
+class Bare(torch.nn.Module):
+    """Blocks without biases: backward asks for a weight before it recomputes; with them, after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(24, 24, bias=False) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("biases", [True, False])
+def test_recomputation_gathers_no_unit_more(biases: bool, prefetch: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = models.GPT(blocks=4) if biases else Bare()
+        batch = torch.zeros(2, 11, dtype=torch.int64) if biases else torch.ones(2, 24)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+        run = zs.shard(model, optimizer, stage=3, recompute=True, prefetch=prefetch)
+        for _ in range(2):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        live = run.stats().live["gathered"]
+        run._hooks.remove()
+    finally:
+        dist.destroy_process_group()
+    setup = Setup(units, run.options, 4, rules, overlaps=True)
+    largest = max(unit.numel for unit in units if unit.name) * 4
+    assert live == buffers_of(setup).gathered
+    assert live <= units[0].numel * 4 + (1 + prefetch) * (largest + 1024)
+
+
 def test_rows_that_are_no_chunks_are_not_put_together_wrongly() -> None:
     """`DTensor` knows even chunks only."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)

@@ -41,20 +41,21 @@ def mean_gradient(model: nn.Module, step: int, world: int, accumulate: int = 1) 
 
 
 def delayed_by_hand(
-    world: int, steps: int, clip: float | None = None, accumulate: int = 1
+    world: int, steps: int, clip: float | None = None, accumulate: int = 1, early: int = 0
 ) -> dict[str, Tensor]:
+    """`early` steps at first use their own gradients."""
     model = models.build("mlp")
     optimizer = adamw(model)
     last: list[Tensor] | None = None
     for step in range(steps):
         now = mean_gradient(model, step, world, accumulate)
-        if last is not None:
-            for parameter, grad in zip(model.parameters(), last, strict=True):
+        used, last = (now, None) if step < early else (last, now)
+        if used is not None:
+            for parameter, grad in zip(model.parameters(), used, strict=True):
                 parameter.grad = grad.clone()
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-        last = now
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -98,6 +99,23 @@ def test_delayed_clips_and_accumulates(clip: float | None, accumulate: int) -> N
 
 def test_delayed_on_one_rank() -> None:
     assert_same_bits(trained({"stage": 2, "sync": zs.Delayed()}), delayed_by_hand(1, STEPS))
+
+
+@pytest.mark.parametrize("early", [1, 3, STEPS])
+def test_delayed_warms_up_with_every_step(early: int) -> None:
+    options = {"stage": 2, "sync": zs.Delayed(warmup_steps=early), "bucket_bytes": 1024}
+    expected = delayed_by_hand(WORLD, STEPS, early=early)
+    for weights in ranks(WORLD).run(trained, options):
+        assert_same_bits(weights, expected)
+    assert_same_bits(trained(options), delayed_by_hand(1, STEPS, early=early))
+
+
+def test_a_warm_up_accumulates_and_then_delays() -> None:
+    expected = delayed_by_hand(WORLD, STEPS, 0.2, 2, early=2)
+    options = {"stage": 3, "sync": zs.Delayed(warmup_steps=2)}
+    found = ranks(WORLD).run(trained, options, STEPS, 0.2, 2)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 
 def delayed_misuse() -> list[str]:
@@ -242,6 +260,8 @@ def half(options: dict[str, Any], path: str, first: int, last: int, load: bool) 
     "options",
     [
         {"stage": 2, "sync": zs.Delayed()},
+        {"stage": 2, "sync": zs.Delayed(warmup_steps=3)},
+        {"stage": 2, "sync": zs.Delayed(warmup_steps=6)},
         {"stage": 0, "sync": zs.Local(steps=2)},
         {"stage": 2, "sync": CODECS},
     ],
@@ -298,6 +318,22 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str
 )
 def test_policies_are_checked_when_made(make: Any) -> None:
     with pytest.raises(zs.OptionError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: zs.Delayed(warmup_steps=-1), r"warmup_steps=-1\): a whole number"),
+        (lambda: zs.Delayed(warmup_steps=True), r"warmup_steps=True\): a whole number"),
+        (
+            lambda: zs.Adaptive(choices=[zs.EveryStep(), zs.Delayed(warmup_steps=2)]),
+            r"warms up, and which choice is in force .* list EveryStep\(\) first",
+        ),
+    ],
+)
+def test_a_warm_up_that_cannot_be_is_refused(make: Any, told: str) -> None:
+    with pytest.raises(zs.OptionError, match=told):
         make()
 
 

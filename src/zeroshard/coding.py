@@ -64,9 +64,10 @@ def bodies_of(pack: Pack) -> list[Span]:
 
 
 def sizes_of(codec: Codec, width: int) -> list[Callable[[int], int]]:
-    """Bytes of a piece by its length: coded, and as it is (`width` bytes a number) where a codec warms up."""
-    ways: list[Callable[[int], int]] = [codec.wire_bytes]
-    return ways if codec.active(0) else [*ways, lambda numel: numel * width]
+    """Bytes of a piece by its length: coded, and in the warm-up, coded or as it is (`width` bytes a
+    number)."""
+    ways: list[Callable[[int], int]] = [codec.wire_bytes, *(early.wire_bytes for early in codec.early)]
+    return ways if codec.at(0) is not None else [*ways, lambda numel: numel * width]
 
 
 def wire_bytes(codec: Codec, pack: Pack, width: int) -> int:

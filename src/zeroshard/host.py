@@ -5,8 +5,9 @@ weight staged back. `part` names its tensors.
 should be almost done. While the norm has stayed clear of the limit, each part is updated as it lands, with
 the gradient as it is. `optimizer.step()` then looks at the norm. Below the limit, the update was right. Above
 it, every part is taken back by the inverse formula, evaluated in fp64, and done again with the clipped
-gradient: equal to the plain order to fp32 rounding. While the norm is near the limit or above it, nothing is
-updated before the norm is known; the update then hides behind the next forward, unit by unit.
+gradient, in one more pass over memory, behind the next forward: equal to the plain order to fp32 rounding.
+While the norm is near the limit or above it, nothing is updated before the norm is known; the update then
+hides behind the next forward, unit by unit.
 
 [Note: a step ahead] With delayed gradients an update may begin in the forward of the step that applies it,
 while forward and backward still compute with the weights before. So its new weights wait in `held` memory,
@@ -28,11 +29,10 @@ from torch import Tensor
 
 from .due import Countdown, Job, Staged
 from .errors import StateError, TierError
-from .native import AdamRows, AdamStep, SgdStep, Workers, adam_update, sgd_update
+from .native import AdamRows, Workers, adam_update, sgd_update
 from .outlook import Outlook
 from .part import Part
 from .tier import Arena, Copies, Stage
-from .undo import take_back
 
 SHARE = 1 << 22  # elements that a worker updates at a time, at most: each costs some Python
 GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out work costs more than doing it
@@ -101,7 +101,7 @@ class HostUpdates:
         if math.isfinite(self.clip_norm):
             part.squares = part.square_sum(flat)
         if self._early:
-            self._start(part, 1.0, held=part.held is not None)
+            self._start(part, 1.0, hold=part.held is not None)
             if not self._keeps_gradients:
                 part.flat = None
 
@@ -109,16 +109,19 @@ class HostUpdates:
     def _keeps_gradients(self) -> bool:
         return math.isfinite(self.clip_norm) and self.undo
 
-    def _start(self, part: Part, scale: float, held: bool = False) -> None:
-        """Make a part's update due. `held`: see [Note: a step ahead]."""
+    def _start(self, part: Part, scale: float | None, undo: bool = False, hold: bool = False) -> None:
+        """Make a part's update due; with `undo` the one that stands is taken back first, and without a
+        `scale` that is all. `hold`: see [Note: a step ahead]."""
         assert part.flat is not None
-        part.taken, part.holding = part.stretches(scale), held
+        stands, held = part.taken if undo else None, hold or (undo and part.holding)
+        part.taken = None if scale is None else part.stretches(scale)
+        part.holding = hold
         part.done.clear()
-        job = Job(part, part.flat, part.taken, self.copies.here(), held)
+        job = Job(part, part.flat, part.taken, self.copies.here(), stands, held)
         with self._changed:
             # Gradients that wait on the device take room there; without `undo` none was planned for all of
             # them.
-            while not (self.undo or held) and len(self._due) >= BACKLOG and self._failure is None:
+            while not (self.undo or hold) and len(self._due) >= BACKLOG and self._failure is None:
                 self._changed.wait(1.0)
             self._due.append(job)
             self._changed.notify_all()
@@ -183,7 +186,8 @@ class HostUpdates:
             part.ready.wait_on_host()  # the weights before have left this memory
         part.fetch()
         to, of = [stage.view(part.grad_dtype, part.numel)], [job.flat[: part.numel]]
-        if part.splits and not part.paged:
+        there = job.held and job.taken is not None  # what is taken back left its weights there
+        if part.splits and not part.paged and not there:
             weights = self._weights_in(job, stage)
             to += [weights[at : at + n] for at, n in part.spans]
             of += part.targets
@@ -201,8 +205,8 @@ class HostUpdates:
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(staged.job, stage)
         share = min(SHARE, max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK))
         shares = [
-            (run, at, min(at + share, run.stop))
-            for run in staged.job.stretches
+            (step, taken, at, min(at + share, run.stop))
+            for run, step, taken in staged.job.steps()
             for at in range(run.start, run.stop, share)
         ]
         self._busy.acquire()
@@ -210,16 +214,10 @@ class HostUpdates:
             self._finish(staged, weight)
             return
         left = Countdown(len(shares), partial(self._finish, staged, weight))
-        for run, start, stop in shares:
+        for step, taken, start, stop in shares:
             state = part.share(start, stop)
-            if isinstance(state, AdamRows):
-                assert isinstance(run.step, AdamStep)
-                task: Callable[[], None] = partial(
-                    adam_update, state, grad[start:stop], weight[start:stop], run.step
-                )
-            else:
-                assert isinstance(run.step, SgdStep)
-                task = partial(sgd_update, state, grad[start:stop], weight[start:stop], run.step)
+            update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
+            task = partial(update, state, grad[start:stop], weight[start:stop], step, taken=taken)
             self.workers.submit(partial(self._work, part, task, left))
 
     def _work(self, part: Part, task: Callable[[], None], left: Countdown) -> None:
@@ -343,26 +341,9 @@ class HostUpdates:
             )
         self.counts["undone"] += 1
         for part in parts:
-            self._take_back(part)
-            self._start(part, scale)
-
-    def _take_back(self, part: Part) -> None:
-        """The state of a part, and with it the weights that follow from it, as before its update."""
-        self.wait(part)
-        assert part.taken is not None
-        assert part.flat is not None
-        part.ready.wait_on_host()
-        with part.lent(write=True):
-            for run in part.taken:
-                take_back(part, part.flat[: part.numel].cpu(), run)
-            master = part.rows.master
-            if master is not None and not part.holding:  # what is held back has changed no weight
-                rows = [master[at : at + n] for at, n in part.spans]
-                part.ready = self.copies.back(part.rows_of_weights(), rows)
-            elif part.holding and part.splits:
-                part.ready = self.copies.back(part.targets, part.rows_of_weights(), self.copies.here())
-            part.ready.wait_on_host()
-        part.holding = False
+            self.wait(part)
+        for part in reversed(parts):
+            self._start(part, scale, undo=True)
 
     @property
     def pending(self) -> bool:
@@ -382,7 +363,9 @@ class HostUpdates:
                         "backward whose gradients are not "
                         "wanted inside run.no_sync(), or pass a finite clip_norm and Offload(undo=True)."
                     )
-                self._take_back(part)
+                self._start(part, None, undo=True)
+                self.wait(part)
+                part.ready.wait_on_host()
             part.flat = part.squares = part.taken = None
 
     def wind_up(self) -> None:

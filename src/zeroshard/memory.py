@@ -21,7 +21,19 @@ from .wires import gradients_of
 
 BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 # What setups that differ in the units that they recompute have in common.
-_SHARED = ("places", "slots", "bundles", "parts", "buckets", "stage", "bucket_of", "trainable", "_dtypes")
+_SAME = (
+    "places",
+    "slots",
+    "bundles",
+    "small",
+    "parts",
+    "buckets",
+    "stage",
+    "held",
+    "bucket_of",
+    "trainable",
+    "_dtypes",
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,9 @@ class Setup(Division):
         return buffers_of(self)
 
     def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
-        """The same with other units recomputed: of all bytes only those of gathered units depend on it."""
+        """The same with other units recomputed: no lasting buffer depends on it."""
         made = replace(self, options=replace(self.options, recompute=recompute))
-        made.__dict__.update({name: getattr(self, name) for name in _SHARED})
-        made.__dict__["held"] = replace(self.held, gathered=gathered(made))
+        made.__dict__.update({name: getattr(self, name) for name in _SAME})
         return made
 
     @cached_property
@@ -65,7 +76,7 @@ class Setup(Division):
     def placed_as(self, placement: Placement) -> Setup:
         """The same with every unit's tiers decided. What does not depend on them is not reckoned again."""
         made = replace(self, placement=placement)
-        made.__dict__.update(slots=self.slots, bundles=self.bundles, _dtypes=self._dtypes)
+        made.__dict__.update(slots=self.slots, bundles=self.bundles, small=self.small, _dtypes=self._dtypes)
         return made
 
     def bundled_as(self, options: Options) -> Setup:
@@ -233,6 +244,6 @@ def gathered(setup: Setup) -> int:
             scratches.add(max(bundle.body(rank) for rank in ranks))
     ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
     at_once = setup.overlaps and setup.resident  # all are published at once
-    most = most_lent(sizes, stages, ahead, setup.recomputes, at_once)
+    most = most_lent(sizes, stages, ahead, at_once)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
     return lasting + sum(changes) + sum(numel * WIDTHS["float32"] for numel in scratches)

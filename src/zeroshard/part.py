@@ -201,12 +201,6 @@ class Part:
     def _array(self, name: str) -> Array:
         return self.form.arrays(self.numel)[name]
 
-    def rows_of_weights(self) -> list[Tensor]:
-        """The compute weights of each parameter that go with the state, flat, wherever they are. The state
-        is in memory."""
-        flat = self.held if self.holding else self.weights
-        return self.targets if flat is None else [flat[at : at + n] for at, n in self.spans]
-
     @torch.no_grad()
     def square_sum(self, flat: Tensor) -> Tensor:
         """What a gradient adds to the square of the global norm."""

@@ -47,9 +47,13 @@ class Delayed:
     Costs a wire of the whole gradient and one more piece a rank. One backward a step: accumulate under
     `run.no_sync()`. With `offload=` and `clip_norm=` the host's update begins in the forward of the step that
     applies it, for one more copy of a rank's rows in host memory.
+
+    `warmup_steps`: so many updates at first use the gradient of their own step, exactly as `EveryStep` does:
+    early in training a gradient ages fastest. The step after them is the one whose update does nothing.
     """
 
     steps: int = 1
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.steps != 1 or isinstance(self.steps, bool):
@@ -57,6 +61,9 @@ class Delayed:
                 f"Delayed(steps={self.steps!r}): one step is what there is. It gives a reduction the time of "
                 "a whole step already; where that is not enough, see Local(steps=...)."
             )
+        early = self.warmup_steps
+        if not isinstance(early, int) or isinstance(early, bool) or early < 0:
+            raise OptionError(f"Delayed(warmup_steps={early!r}): a whole number, 0 or more, is needed.")
 
     @property
     def numerics(self) -> Numerics:
@@ -159,6 +166,11 @@ class Adaptive:
             if not isinstance(choice, (EveryStep, Delayed, Local)):
                 raise OptionError(
                     f"Adaptive: {choice!r} is no choice; list EveryStep(), Delayed() or Local(...)."
+                )
+            if isinstance(choice, Delayed) and choice.warmup_steps:
+                raise OptionError(
+                    f"Adaptive: {choice!r} warms up, and which choice is in force is for Adaptive to say: "
+                    "list EveryStep() first, with which it begins, and Delayed()."
                 )
         if not isinstance(self.window, int) or self.window < 3:
             raise OptionError(f"Adaptive.window={self.window!r} must be 3 steps or more.")

@@ -34,14 +34,22 @@ def sent_by_rank(setup: Setup) -> dict[str, int]:
         back = [b for b in setup.buckets if not isinstance(b.codec, LowRank)]  # factors go to all already
         return {"reduce": reduced + sum(_travels(b, b.landed) for b in back) * others // setup.world}
     size, gather = {unit.name: 0 for unit in setup.units}, setup.options.gather
+    published = 0
     for bundle in setup.bundles:
         numel = sum(slot.numel for slot in bundle.slots if slot.split != "copy")
         coded = gather is not None and setup.codes(bundle)
-        size[bundle.unit] += gather.wire_bytes(numel) if gather and coded else numel * WIDTHS[bundle.compute]
-    if setup.resident:
-        return {"reduce": reduced, "publish": sum(size.values()) * others // setup.world}
-    kept = size[setup.units[0].name] + (size[setup.units[-1].name] if len(setup.units) > 1 else 0)
-    return {"reduce": reduced, "gather": (2 * sum(size.values()) - kept) * others // setup.world}
+        moved = gather.wire_bytes(numel) if gather and coded else numel * WIDTHS[bundle.compute]
+        if setup.keeps(bundle):
+            published += moved
+        else:
+            size[bundle.unit] += moved
+    sent = {"reduce": reduced}
+    if published or setup.resident:
+        sent["publish"] = published * others // setup.world
+    if not setup.resident:
+        kept = size[setup.units[0].name] + (size[setup.units[-1].name] if len(setup.units) > 1 else 0)
+        sent["gather"] = (2 * sum(size.values()) - kept) * others // setup.world
+    return sent
 
 
 def _travels(bucket: Bucket, dtype: str) -> int:
@@ -97,7 +105,7 @@ def _messages(setup: Setup) -> float:
     """Exchanges of a step, each as deep as a tree over the ranks: what small buckets cost."""
     if setup.world == 1:
         return 0.0
-    gathers = len(setup.bundles) * (1 if setup.resident else 2)
+    gathers = sum(1 if setup.keeps(bundle) else 2 for bundle in setup.bundles)
     return (len(setup.buckets) + gathers) * math.log2(setup.world)
 
 

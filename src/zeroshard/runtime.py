@@ -88,11 +88,12 @@ class Runtime:
         if unit.depth == 0:
             if self._active == 0:
                 self._wake()
+            if self._task is not None:
+                self._make_room(unit, done=True)  # it is recomputed: the one above it has had its turn
             self._bring(unit)
             self._active += 1
             if self._task is None:
-                if self.host is not None and torch.is_grad_enabled():
-                    self.pace.advance()
+                self.pace.advance()
                 unit.follow_homes()
                 unit.stand_leaves()
                 self._trace.append(unit)
@@ -260,17 +261,17 @@ class Runtime:
             bundle.gather(self._epoch)
             bundle.finish()
 
-    def _make_room(self, coming: LiveUnit) -> None:
-        """Release what backward is done with: units whose gradients are all in, frozen ones, and all but
-        the last two."""
+    def _make_room(self, coming: LiveUnit, done: bool = False) -> None:
+        """Release what backward is done with: units whose gradients are all in, frozen ones, and unless only
+        the `done` shall go all but the last two."""
         root, keep = self.units[0], []
         for index, unit in enumerate(self._recent):
-            old = index < len(self._recent) - 1 or unit.expected <= 0
+            old = unit.expected <= 0 or (index < len(self._recent) - 1 and not done)
             if unit is coming or unit is root or unit.depth or not old or self._keep_full:
                 keep.append(unit)
             else:
                 unit.release()
-        self._recent = [unit for unit in dict.fromkeys(keep) if unit is not coming]
+        self._recent = [unit for unit in dict.fromkeys(keep) if done or unit is not coming]
 
     def end_backward(self) -> None:
         arrived = self._stray or any(unit.expected != unit.trainable for unit in self.units)
@@ -353,8 +354,7 @@ class Runtime:
 
     @property
     def _ahead(self) -> bool:
-        """Whether the host updates for a step whose backward has yet to end ([Note: a step ahead] in `host`):
-        no reason to refuse a forward, and not what `zero_grad` means."""
+        """Whether the host is at a step whose backward has yet to end: see [Note: a step ahead] in `host`."""
         return self.pace.begun and self._settled
 
     def changed(self) -> None:

@@ -76,14 +76,19 @@ class CodedBucket(Bucket):
         super().__init__(index, pack, params, wire, transport, dtypes, desk.device, desk.values)
         self.desk, self.codec = desk, codec
         self._bodies = bodies_of(pack)
-        self._coded = Route.of(codec, self._bodies, len(self.params))
-        self._plain = Route.of(AsIs(self.wire_dtype), self._bodies, len(self.params))
+        self._routes = self._routes_of(self.wire_dtype, len(self.params))
         self.state = codec.state(pack.wire, desk.device)
         self._states = [self._state_of(at, numel) for at, numel in self._bodies]
         holes = _holes(pack)
         self._holes = [desk.values[at : at + n] for at, n in holes]
         self._state_holes = [tensor[at : at + n] for tensor in self.state.values() for at, n in holes]
         self._mirrored = wire.mine.device != desk.device
+
+    def _routes_of(self, dtype: torch.dtype, flags: int = 0) -> dict[Codec | None, Route]:
+        """For each codec that a step may travel through; None: for values as they are, in `dtype`."""
+        ways: dict[Codec | None, Codec] = {codec: codec for codec in (self.codec, *self.codec.early)}
+        ways[None] = AsIs(dtype)
+        return {codec: Route.of(way, self._bodies, flags) for codec, way in ways.items()}
 
     def _state_of(self, at: int, numel: int) -> dict[str, Tensor]:
         return {name: tensor[at : at + numel] for name, tensor in self.state.items()}
@@ -92,7 +97,7 @@ class CodedBucket(Bucket):
 
     @property
     def _route(self) -> Route:
-        return self._coded if self.codec.active(self.desk.turn) else self._plain
+        return self._routes[self.codec.at(self.desk.turn)]
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -180,7 +185,7 @@ class CodedBucket(Bucket):
     def _make_whole(self, in_place: bool, ledger: Ledger) -> None:
         rank, pack = self.transport.rank, self.pack
         self.rounds = 1
-        self._back = [Route.of(codec, self._bodies) for codec in (self.codec, AsIs(self.dtype))]
+        self._back = self._routes_of(self.dtype)
         room = back_bytes(self.codec, self._bodies[rank][1], self.dtype.itemsize)
         self._back_wire = self.transport.allocate(f"{self.wire.key} {self.index} back", room, torch.uint8)
         first, numel = self._bodies[rank]
@@ -201,8 +206,7 @@ class CodedBucket(Bucket):
         """Encode the sum of this rank's piece for everybody."""
         rank, desk, wire, landed = self.transport.rank, self.desk, self._back_wire, self.landed
         assert landed is not None
-        coded, plain = self._back
-        route = coded if self.codec.active(desk.turn) else plain
+        route = self._back[self.codec.at(desk.turn)]
         size, numel = route.way.codes[rank], self._bodies[rank][1]
         self.transport.fill(wire)
         values = (

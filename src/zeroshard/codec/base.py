@@ -9,7 +9,7 @@ be compared, printed and shared.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +50,8 @@ class Compression(ABC):
         return False
 
     def active(self, step: int) -> bool:
-        """Whether step number `step`, counted from 0, is sent encoded. False: it travels as it is."""
+        """Whether step number `step`, counted from 0, travels through this. False: it is one of the warm-up,
+        which travels as it is unless `early` says otherwise."""
         return True
 
     def settings(self) -> dict[str, Any]:
@@ -60,7 +61,9 @@ class Compression(ABC):
                 f"codec {type(self).__name__} is no dataclass, so its settings are unknown; put "
                 "@dataclass(frozen=True) above the class."
             )
-        return {"kind": type(self).__name__, **asdict(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        inner = {name: v.settings() for name, v in values.items() if isinstance(v, Compression)}
+        return {"kind": type(self).__name__, **values, **inner}
 
 
 class Codec(Compression):
@@ -91,6 +94,15 @@ class Codec(Compression):
     def state_names(self) -> tuple[str, ...]:
         """The tensors of the state; each has the length of the piece."""
         return ("residual",) if self.feedback else ()
+
+    @property
+    def early(self) -> tuple[Codec, ...]:
+        """The codecs of the warm-up, where it is not sent as it is; they work on this one's state."""
+        return ()
+
+    def at(self, step: int) -> Codec | None:
+        """What step number `step` travels through; None: as it is."""
+        return self if self.active(step) else None
 
     def state(self, numel: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The state of a piece before the first step."""
@@ -123,7 +135,7 @@ class Codec(Compression):
 
 def from_settings(settings: dict[str, Any]) -> Compression:
     """The codec that `Compression.settings` described. A class of your own must have been defined before."""
-    given = dict(settings)
+    given = {name: from_settings(v) if isinstance(v, dict) else v for name, v in settings.items()}
     kind = given.pop("kind", None)
     if kind not in _kinds:
         raise OptionError(
@@ -167,7 +179,24 @@ def check_freeze(name: str, freeze: object, warmup_steps: int) -> None:
         )
 
 
-def check_steps(name: str, steps: object) -> None:
+def check_warmup(name: str, codec: Codec, warmup: object, warmup_steps: int) -> None:
+    """Raise unless the codec of a warm-up can work on the state of the one that follows, `codec`."""
+    if warmup is None:
+        return
+    if not isinstance(warmup, Codec) or not warmup.active(0):
+        raise OptionError(f"{name}(warmup={warmup!r}) must be a codec that needs no warm-up, e.g. zs.Int4().")
+    if not set(warmup.state_names) <= set(codec.state_names):
+        raise OptionError(
+            f"{name}(warmup={warmup!r}): it keeps {', '.join(warmup.state_names)} from step to step, and "
+            f"{name} keeps {', '.join(codec.state_names)}: take a codec that keeps no more, e.g. zs.Int4()."
+        )
+    if not warmup_steps:
+        raise OptionError(
+            f"{name}(warmup={warmup!r}) is for a warm-up, and there is none: pass warmup_steps=, too."
+        )
+
+
+def check_steps(name: str, steps: object, option: str = "warmup_steps") -> None:
     """Raise unless the length of a warm-up is one."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise OptionError(f"{name}(warmup_steps={steps!r}): a whole number, 0 or more, is needed.")
+        raise OptionError(f"{name}({option}={steps!r}): a whole number, 0 or more, is needed.")

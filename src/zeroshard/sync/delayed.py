@@ -24,6 +24,7 @@ from ..comm import Transport, Work
 from ..comm.transport import Done
 from ..errors import StateError
 from ..grad import Gradients, LocalBucket, LocalGradients
+from ..policy import Delayed
 from ..pool import Ledger
 from ..shard import Faces, Param
 from ..step import Update
@@ -274,18 +275,26 @@ class DelayedLocalGradients(LocalGradients):
 class DelayedPace(Pace):
     """`Delayed`, and where it is one of several choices also `EveryStep` on the same buckets."""
 
-    label = "Delayed(steps=1)"
     early = True  # the gradients under way are replaced bucket by bucket
     gradients: DelayedGradients | DelayedLocalGradients
 
-    def __init__(self, gradients: DelayedGradients | DelayedLocalGradients, rank: int) -> None:
+    def __init__(
+        self, policy: Delayed, gradients: DelayedGradients | DelayedLocalGradients, rank: int
+    ) -> None:
         super().__init__(gradients)
-        self.rank = rank
+        self.policy, self.rank = policy, rank
+        self.label = repr(policy)
+        self.count = 0  # updates, of the warm-up only
         self._unused = False  # a backward has ended and no step has followed
         self.begun = False
+        gradients.behind = self._is_warm
+
+    @property
+    def _is_warm(self) -> bool:
+        return self.count >= self.policy.warmup_steps
 
     def advance(self) -> None:
-        if not self._unused:
+        if not self._unused and torch.is_grad_enabled():
             self.begun = self.gradients.advance() or self.begun
 
     def ended(self) -> None:
@@ -298,8 +307,11 @@ class DelayedPace(Pace):
         super().ended()
 
     def step(self, update: Update, step: Callable[[], Any]) -> None:
-        self._unused = self.begun = False
+        first, self._unused, self.begun = self._unused, False, False  # of those that step after a backward
         super().step(update, step)
+        if first and not self._is_warm:
+            self.count += 1
+            self.gradients.behind = self._is_warm
 
     def forget(self) -> None:
         if self._unused:  # dropped instead of applied: the one that is under way, too
@@ -315,7 +327,7 @@ class DelayedPace(Pace):
         ]
 
     def values(self) -> dict[str, Any]:
-        return {"delayed": [p.name for p, _ in self.gradients.coming(False)]}
+        return {"delayed": [p.name for p, _ in self.gradients.coming(False)], "count": self.count}
 
     def own(self) -> dict[str, Any]:
         local = isinstance(self.gradients, DelayedLocalGradients)
@@ -323,6 +335,9 @@ class DelayedPace(Pace):
 
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         self._unused = self.begun = False
+        if self.policy.warmup_steps:
+            self.count = int(values.get("count", 0))
+            self.gradients.behind = self._is_warm
         self.gradients.expect(set(values.get("delayed", ())))
         if isinstance(self.gradients, DelayedLocalGradients) and "flats" in own:
             self.gradients.take_flats(own["flats"])
