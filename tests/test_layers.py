@@ -59,7 +59,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("sync",),
     ("form", "state"),
     ("part", "eligible"),
-    ("undo", "live", "due"),
+    ("live", "due"),
     ("host",),
     ("place", "wiring"),
     ("runtime",),

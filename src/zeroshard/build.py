@@ -20,6 +20,7 @@ from .config import Options
 from .errors import ModelError, OptionError
 from .grad import Gradients, LocalBucket, LocalGradients
 from .layout import ALIGN, Pack, Slot, Split, slots_for
+from .lending import small_units
 from .live import LiveUnit, leaf_of
 from .moments import HeldMoments
 from .param import Bundle, Rests
@@ -67,6 +68,7 @@ class Builder:
         self.runtime = Runtime(options, transport, self.faces, Pool(device, self.ledger), self.ledger)
         self.runtime.placement = placement
         self.host: Host | None = None
+        self._small = frozenset[str]()  # units that stay whole at stage 3; see [Note: small units]
         if options.offload is not None:
             _check_offload(options, transport)
             self.host = self.runtime.host = Host(
@@ -77,6 +79,8 @@ class Builder:
         units = find_units(self.model, self.options.units)
         tenants = [tenant for unit in units for tenant in unit.tenants]
         slots = self._slots(tenants)
+        if self.options.shards_params and self.options.gather is None:
+            self._small = small_units({unit.name: self._sizes(unit) for unit in units})
         if self.host is not None:
             for unit in units:
                 place = self.placement[unit.label]
@@ -157,6 +161,10 @@ class Builder:
             for number, (dtypes, tenants) in enumerate(groups.items())
         ]
 
+    def _sizes(self, unit: Unit) -> list[int]:
+        """The bytes of its parameters as it computes with them."""
+        return [tenant.parameter.numel() * self._dtypes(tenant)[0].itemsize for tenant in unit.tenants]
+
     def _bundles(self, unit: Unit, slots: dict[str, Slot], fresh: _Materialiser) -> list[Bundle]:
         return [
             self._bundle(key, tenants, slots, dtypes, self._rests(unit, key, dtypes, tenants), fresh)
@@ -222,7 +230,8 @@ class Builder:
         place = self.placement[unit.label]
         rows = self.host.rows_of.get(key, place.parameters) if self.host is not None else place.parameters
         streamed = rows != "device"
-        resident = not streamed and (not self.options.shards_params or self.transport.size == 1)
+        whole = not self.options.shards_params or self.transport.size == 1 or unit.name in self._small
+        resident = whole and not streamed
         near = not streamed and place.optimizer == "device"
         splits = near and self.host is not None and self.host.splits(tenants, dtypes)
         return Rests(resident, place.optimizer, rows, splits)

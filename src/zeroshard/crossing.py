@@ -71,9 +71,9 @@ def sent_by_rank(setup: Division, ranks_per_node: int | None = None) -> Sent:
         return sent
     ends = {setup.units[0].name, setup.units[-1].name}  # stay gathered between forward and backward
     for bundle in setup.bundles:
-        size, once = _gathered(setup, bundle), setup.resident or (setup.codes(bundle) and setup.changes)
-        sent.add("publish" if setup.resident else "gather", size)
-        if not once and bundle.unit not in ends:
+        size, kept = _gathered(setup, bundle), setup.keeps(bundle)
+        sent.add("publish" if kept else "gather", size)
+        if not kept and not (setup.codes(bundle) and setup.changes) and bundle.unit not in ends:
             sent.add("gather", size, cached=setup.options.node_cache)
     return sent
 

@@ -11,6 +11,7 @@ from .codec import Compression, Delta, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
+from .lending import small_units
 from .placement import Place, Placement, Rest
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .routes import bucket_limit, codec_for
@@ -79,7 +80,17 @@ class Division(ABC):
 
     def keeps(self, bundle: Bundle) -> bool:
         """Whether its leaves are always whole on the device."""
-        return not self.streams(bundle) and (not self.options.shards_params or self.world == 1)
+        whole = not self.options.shards_params or self.world == 1 or bundle.unit in self.small
+        return whole and not self.streams(bundle)
+
+    @cached_property
+    def small(self) -> frozenset[str]:
+        """Units that stay whole at stage 3, where rows travel as they are; see [Note: small units]."""
+        if not self.options.shards_params or self.options.gather is not None:
+            return frozenset()
+        return small_units(
+            {u.name: [w.numel * WIDTHS[self.dtypes(w)[0]] for w in u.weights] for u in self.units}
+        )
 
     def cached(self, bundle: Bundle) -> int:
         """Elements of other nodes that this rank keeps for its own."""

@@ -5,8 +5,9 @@ weight staged back. `part` names its tensors.
 should be almost done. While the norm has stayed clear of the limit, each part is updated as it lands, with
 the gradient as it is. `optimizer.step()` then looks at the norm. Below the limit, the update was right. Above
 it, every part is taken back by the inverse formula, evaluated in fp64, and done again with the clipped
-gradient: equal to the plain order to fp32 rounding. While the norm is near the limit or above it, nothing is
-updated before the norm is known; the update then hides behind the next forward, unit by unit.
+gradient, in one more pass over memory, behind the next forward: equal to the plain order to fp32 rounding.
+While the norm is near the limit or above it, nothing is updated before the norm is known; the update then
+hides behind the next forward, unit by unit.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from torch import Tensor
 
 from .due import Countdown, Job, Staged
 from .errors import StateError, TierError
-from .native import AdamRows, AdamStep, SgdStep, Workers, adam_update, sgd_update
+from .native import AdamRows, Workers, adam_update, sgd_update
 from .outlook import Outlook
 from .part import Part
 from .tier import Arena, Copies, Stage
-from .undo import take_back
 
 SHARE = 1 << 22  # elements that a worker updates at a time, at most: each costs some Python
 GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out work costs more than doing it
@@ -116,12 +116,14 @@ class HostUpdates:
             [torch.linalg.vector_norm(r, dtype=torch.float32).square() for r in rows] or [flat.new_zeros(())]
         ).sum()
 
-    def _start(self, part: Part, scale: float) -> None:
-        """Make a part's update due."""
+    def _start(self, part: Part, scale: float | None, undo: bool = False) -> None:
+        """Make a part's update due; with `undo` the one that stands is taken back first, and without a
+        `scale` that is all."""
         assert part.flat is not None
-        part.taken = part.stretches(scale)
+        stands = part.taken if undo else None
+        part.taken = None if scale is None else part.stretches(scale)
         part.done.clear()
-        job = Job(part, part.flat, part.taken, self.copies.here())
+        job = Job(part, part.flat, part.taken, self.copies.here(), stands)
         with self._changed:
             # Gradients that wait on the device take room there; without `undo` none was planned for all of
             # them.
@@ -205,8 +207,8 @@ class HostUpdates:
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(part, stage)
         share = min(SHARE, max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK))
         shares = [
-            (run, at, min(at + share, run.stop))
-            for run in staged.job.stretches
+            (step, taken, at, min(at + share, run.stop))
+            for run, step, taken in staged.job.steps()
             for at in range(run.start, run.stop, share)
         ]
         self._busy.acquire()
@@ -214,16 +216,10 @@ class HostUpdates:
             self._finish(staged, weight)
             return
         left = Countdown(len(shares), partial(self._finish, staged, weight))
-        for run, start, stop in shares:
+        for step, taken, start, stop in shares:
             state = part.share(start, stop)
-            if isinstance(state, AdamRows):
-                assert isinstance(run.step, AdamStep)
-                task: Callable[[], None] = partial(
-                    adam_update, state, grad[start:stop], weight[start:stop], run.step
-                )
-            else:
-                assert isinstance(run.step, SgdStep)
-                task = partial(sgd_update, state, grad[start:stop], weight[start:stop], run.step)
+            update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
+            task = partial(update, state, grad[start:stop], weight[start:stop], step, taken=taken)
             self.workers.submit(partial(self._work, part, task, left))
 
     def _work(self, part: Part, task: Callable[[], None], left: Countdown) -> None:
@@ -330,13 +326,8 @@ class HostUpdates:
         self.counts["undone"] += 1
         for part in parts:
             self.wait(part)
-            assert part.taken is not None
-            assert part.flat is not None
-            part.ready.wait_on_host()
-            with part.lent(write=True):
-                for run in part.taken:
-                    take_back(part, part.flat[: part.numel].cpu(), run)
-            self._start(part, scale)
+        for part in reversed(parts):
+            self._start(part, scale, undo=True)
 
     @property
     def pending(self) -> bool:
@@ -356,15 +347,9 @@ class HostUpdates:
                         "backward whose gradients are not "
                         "wanted inside run.no_sync(), or pass a finite clip_norm and Offload(undo=True)."
                     )
+                self._start(part, None, undo=True)
+                self.wait(part)
                 part.ready.wait_on_host()
-                with part.lent(write=True):
-                    for run in part.taken:
-                        take_back(part, part.flat[: part.numel].cpu(), run)
-                    if (master := part.rows.master) is not None:
-                        part.ready = self.copies.back(
-                            part.rows_of_weights(), [master[at : at + n] for at, n in part.spans]
-                        )
-                        part.ready.wait_on_host()
             part.flat = part.squares = part.taken = None
 
     # ------------------------------------------------------------------ forward

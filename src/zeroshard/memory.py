@@ -25,6 +25,7 @@ _SAME = (
     "places",
     "slots",
     "bundles",
+    "small",
     "parts",
     "buckets",
     "stage",
@@ -75,7 +76,7 @@ class Setup(Division):
     def placed_as(self, placement: Placement) -> Setup:
         """The same with every unit's tiers decided. What does not depend on them is not reckoned again."""
         made = replace(self, placement=placement)
-        made.__dict__.update(slots=self.slots, bundles=self.bundles, _dtypes=self._dtypes)
+        made.__dict__.update(slots=self.slots, bundles=self.bundles, small=self.small, _dtypes=self._dtypes)
         return made
 
     def bundled_as(self, options: Options) -> Setup:

@@ -121,11 +121,12 @@ def _coding(setup: Setup, machine: Machine) -> float:
             moved += _encoded(bucket.codec, numel, machine.gpu) + _decoded(bucket.codec, numel, machine.gpu)
         elif isinstance(bucket.codec, LowRank):  # both factors, the product of them, and what was not sent
             moved += 5 * WIDTHS["float32"] * sum(w.numel for w in bucket.weights)
-    gather, gathers = setup.options.gather, 1 if setup.resident or setup.changes else 2
+    gather = setup.options.gather
     for bundle in setup.bundles:
         if gather is not None and setup.codes(bundle):
             whole = sum(slot.numel for slot in bundle.slots)
             moved += _encoded(gather, bundle.body(setup.rank), machine.gpu)
+            gathers = 1 if setup.keeps(bundle) or setup.changes else 2
             moved += gathers * _decoded(gather, whole, machine.gpu)
     return moved / machine.memory_rate
 
@@ -156,7 +157,7 @@ def _messages(setup: Setup) -> float:
     """Exchanges of a step, each as deep as a tree over the ranks: what small buckets cost."""
     if setup.world == 1:
         return 0.0
-    gathers = len(setup.bundles) * (1 if setup.resident else 2)
+    gathers = sum(1 if setup.keeps(bundle) else 2 for bundle in setup.bundles)
     return (len(setup.buckets) + gathers) * math.log2(setup.world)
 
 

@@ -25,8 +25,6 @@ from .layout import Pack
 from .pool import Kind, Ledger, Pool
 from .private import Private, in_wire
 
-SETTLING = 8  # rounds of four bits say all of an fp32 number
-
 
 class CodedRows:
     """One bundle's rows as codes."""
@@ -140,20 +138,38 @@ class ChangedRows(CodedRows):
 
     def exchange(self, kind: str, piece: Tensor) -> None:
         """Add the changes of all ranks to what is believed. Every rank calls it once a step, after `encode`.
-        Where nothing is believed yet, as often as it takes to know all."""
-        first = self._turn == 1 and not bool(self.believed.any())
-        for number in range(SETTLING if first else 1):
-            if number:
-                self.transport.fence()  # peers have read the last change
-                self.encode(piece)
-                self.transport.open()
+        Where nothing is believed yet, the rows travel as they are."""
+        if self._turn == 1 and not bool(self.believed.any()):
+            self._settle(kind, piece)
+            return
+        stage = self.pool.take(self.stage_bytes, torch.uint8, self)
+        self.fetch(kind, stage).wait()
+        for rank, size in enumerate(self._sizes):
+            if size:
+                values = self._believed(rank)
+                self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+        self.pool.give(stage)
+
+    def _settle(self, kind: str, piece: Tensor) -> None:
+        """Make what is believed the rows themselves: their bytes, in as many parts as a code has room for."""
+        bodies, sizes = self._bodies, self._sizes
+        scratch, own = self._take(), self.transport.rank
+        raw = scratch[: bodies[own]].copy_(piece[: bodies[own]]).view(torch.uint8)
+        parts = max(-(-4 * numel // size) for numel, size in zip(bodies, sizes, strict=True) if size)
+        for number in range(parts):
+            self.transport.fence()  # peers have read the last part
+            part = raw[number * sizes[own] : (number + 1) * sizes[own]]
+            self.region.mine[: part.numel()].copy_(part)
+            self.transport.open()
             stage = self.pool.take(self.stage_bytes, torch.uint8, self)
             self.fetch(kind, stage).wait()
-            for rank, size in enumerate(self._sizes):
+            for rank, size in enumerate(sizes):
                 if size:
-                    values = self._believed(rank)
-                    self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+                    whole = self._believed(rank).view(torch.uint8)
+                    into = whole[number * size : (number + 1) * size]
+                    into.copy_(self._code(rank, stage)[: into.numel()])
             self.pool.give(stage)
+        self.pool.give(scratch)
 
     def spread(self, stage: Tensor | None, out: Sequence[Sequence[Tensor]]) -> None:
         for rank, rows in enumerate(out):

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.codec.base import Codec, check_freeze, check_steps, check_warmup
-from zeroshard.codec.blocks import HUGE, NAN, Blocked, Run, pack, unpack, wide
+from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
 from zeroshard.policy import Numerics
-
-_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class OneBit(Blocked):
         return self if self.active(step) else self.warmup
 
     def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
-        scale = _mean(values)
+        scale = mean_scale(values)
         run.scales.copy_(scale.view(-1))
         negative = (values.view(torch.int32) < 0) & (scale != NAN)
         pack(negative.to(torch.uint8), run.packed, 1)
@@ -74,23 +72,6 @@ class OneBit(Blocked):
     def _decode_run(self, run: Run) -> Tensor:
         negative = unpack(run.packed, 1, run.shape[1]).to(torch.bool)
         return _signed(negative, run.scales.view(-1, 1))
-
-
-def _mean(values: Tensor) -> Tensor:
-    """The bits of each row's mean magnitude in bf16, as int32. Value i is added to lane i mod 16, and the
-    lanes are folded in halves: an order that every device can keep to."""
-    count = values.shape[1]
-    filled = torch.nn.functional.pad(values.abs(), (0, -count % _LANES)).view(len(values), -1, _LANES)
-    lanes = filled[:, 0].clone()
-    for index in range(1, filled.shape[1]):
-        lanes += filled[:, index]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    total = lanes.view(torch.int32)
-    mean = (lanes * (1.0 / count)).view(torch.int32)
-    nearest = (mean + 0x7FFF + ((mean >> 16) & 1)) >> 16
-    return torch.where((total >= 0) & (total < HUGE), nearest, NAN)
 
 
 def _signed(negative: Tensor, scale: Tensor) -> Tensor:
