@@ -47,6 +47,7 @@ ALL: list[Codec] = [
     TwoBit(block=48, feedback=False),
     OneBit(),
     OneBit(block=48, warmup_steps=0),
+    OneBit(feedback=False),
     TopK(),
     TopK(ratio=0.1, momentum=0.9),
     TopK(ratio=1.0),
@@ -288,6 +289,7 @@ def test_a_ramp_falls_by_quarters() -> None:
         (lambda: Int8(feedback=1), r"Int8\(feedback=1\): pass True or False"),  # type: ignore[arg-type]
         (lambda: Int4(stochastic="no"), r"Int4\(stochastic='no'\): pass True or False"),  # type: ignore[arg-type]
         (lambda: TwoBit(feedback=None), r"TwoBit\(feedback=None\): pass True or False"),  # type: ignore[arg-type]
+        (lambda: OneBit(feedback=0), r"OneBit\(feedback=0\): pass True or False"),  # type: ignore[arg-type]
         (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): a whole number, 0 or more"),
         (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): a whole number"),  # type: ignore[arg-type]
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
@@ -332,6 +334,7 @@ def test_wrong_tensors() -> None:
 
 
 def test_a_codec_for_changes_keeps_nothing_of_its_own() -> None:
+    Delta(OneBit(feedback=False, warmup_steps=0))
     for inner in (OneBit(warmup_steps=0), TopK(), Int4(), Delta(), "int4"):
         with pytest.raises(OptionError, match="keeps nothing and does not warm up"):
             Delta(inner)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ CODECS: list[Codec] = [
     *(kind(feedback=True, stochastic=True) for kind in (Int8, Int4)),
     Int8(feedback=True),
     TwoBit(feedback=False),
+    OneBit(feedback=False),
     Int8(stochastic=True),
     Int4(feedback=False, stochastic=True),
     TopK(),

@@ -222,7 +222,8 @@ class Hooks:
         self._keep(optimizer.register_load_state_dict_pre_hook(taken))
 
         def loaded(_: Optimizer) -> None:
-            runtime.take_loaded(optimizer, given[0])
+            if runtime.host is not None:
+                runtime.host.take_loaded(optimizer, given[0])
             widen_state(update, given.pop())
 
         self._keep(optimizer.register_load_state_dict_post_hook(loaded))

@@ -131,7 +131,7 @@ def _host(setup: Setup) -> Buffers:
             disk.append(part.disk_bytes(int8))
         else:
             host += part.state_bytes(int8)
-        host += _landed_bytes(setup, part)
+        host += _beside(setup, part)
     staging = staging_bytes(staged, offload.stages)
     staging += _blocks([part for part in setup.parts if part.paged])
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
@@ -181,9 +181,12 @@ def _parameter_rests(setup: Setup, disk: bool) -> tuple[Rest, ...]:
     return ("device", "host", "disk") if setup.world == 1 and disk else ("device", "host")
 
 
-def _landed_bytes(setup: Setup, part: Part) -> int:
-    """Host memory for gradients that the loop sees."""
-    return 0 if part.native else part.numel * WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
+def _beside(setup: Setup, part: Part) -> int:
+    """Host memory beside a part's state: for gradients that the loop sees, or, where updates may begin a step
+    early, for the weights after them."""
+    if not part.native:
+        return part.numel * WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
+    return part.numel * WIDTHS[part.compute] if setup.behind and not part.paged else 0
 
 
 def _weights_by_unit(setup: Setup) -> Counter[str]:
@@ -202,7 +205,7 @@ def _state_by_unit(setup: Setup, away: bool) -> Counter[str]:
         if part.rest == "disk":  # gradients that the loop sees are not there
             total[part.unit] += part.disk_bytes(int8)
         else:
-            total[part.unit] += part.state_bytes(int8) + _landed_bytes(setup, part)
+            total[part.unit] += part.state_bytes(int8) + _beside(setup, part)
     for b in setup.bundles:
         total[b.unit] += setup.master_bytes(b)
     return total

@@ -271,10 +271,11 @@ def untimely(runtime: Runtime) -> str | None:
             "drop it with optimizer.zero_grad()"
         )
     updates = runtime.host.updates if runtime.host is not None else None
-    if updates is not None and updates.pending:
+    if updates is not None and (updates.pending or runtime.pace.begun):
         return (
-            "between backward and optimizer.step() the host's updates are under way, so its state is that of "
-            "no step. Call optimizer.step() first, or zero_grad() to drop the gradients"
+            "between backward (with sync=Delayed() forward) and optimizer.step() the host's updates are "
+            "under way, so its state is that of no step. Call optimizer.step() first, or zero_grad() to drop "
+            "the gradients"
         )
     return runtime.pace.untimely()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroshard.codec.base import Codec, check_freeze, check_steps, check_warmup
 from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
+from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
 
 
@@ -19,7 +20,8 @@ class OneBit(Blocked):
 
     What was not sent is kept and sent later (error feedback; 4 bytes a parameter of state). The first
     `warmup_steps` steps travel as they are, or through the codec `warmup`, e.g. ``Int4()``: signs serve once
-    the optimizer's second moments have settled.
+    the optimizer's second moments have settled. `feedback` is to be turned off for changes of parameters
+    only: ``gather=Delta(OneBit(feedback=False, warmup_steps=0))``.
 
     `freeze`: Adam's second moments stay as the warm-up leaves them (as in 1-bit Adam). Without it they follow
     what arrives, which says the same size of all values of a block. For Adam and AdamW; 4 more bytes a
@@ -35,18 +37,17 @@ class OneBit(Blocked):
     warmup_steps: int = 100
     freeze: bool = False
     warmup: Codec | None = None
+    feedback: bool = True
     numerics: ClassVar[Numerics] = "approximate"
     bits: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps("OneBit", self.warmup_steps)
+        if not isinstance(self.feedback, bool):
+            raise OptionError(f"OneBit(feedback={self.feedback!r}): pass True or False.")
         check_freeze("OneBit", self.freeze, self.warmup_steps)
         check_warmup("OneBit", self, self.warmup, self.warmup_steps)
-
-    @property
-    def feedback(self) -> bool:
-        return True
 
     @property
     def freezes(self) -> bool:

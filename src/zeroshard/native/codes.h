@@ -128,21 +128,21 @@ INLINE uint32_t mean_half(const float *RESTRICT values, const float *RESTRICT re
 }
 
 INLINE void encode_signs(const struct blocks *c, int64_t start, int64_t n, uint16_t *scale_out,
-                         uint8_t *RESTRICT packed) {
+                         uint8_t *RESTRICT packed, const int feedback) {
     const float *RESTRICT values = c->values + start;
-    float *RESTRICT residual = c->residual + start;
+    float *RESTRICT residual = feedback ? c->residual + start : 0;
     const int64_t width = (n + 7) / 8;
-    const uint32_t half = mean_half(values, residual, n, 1);
+    const uint32_t half = mean_half(values, residual, n, feedback);
     memset(packed, 0, (size_t)width);
     *scale_out = (uint16_t)half;
     if (half == NAN_SCALE) return;
     for (int bit = 0; bit < 8; bit++) {
         const int64_t base = bit * width, stop = n - base < width ? n - base : width;
         for (int64_t j = 0; j < stop; j++) {
-            const float wanted = values[base + j] + residual[base + j];
+            const float wanted = wanted_at(values, residual, base + j, feedback);
             const uint32_t sign = as_bits(wanted) >> 31;
             packed[j] = (uint8_t)(packed[j] | (sign << bit));
-            residual[base + j] = wanted - as_float((half << 16) | (sign << 31));
+            if (feedback) residual[base + j] = wanted - as_float((half << 16) | (sign << 31));
         }
     }
 }
@@ -192,7 +192,8 @@ INLINE void encode_blocks_body(struct blocks *c) {
 #undef CASE
         case 2 * 4: encode_sizes(c, start, n, scale, packed, 0); break;
         case 2 * 4 + 2: encode_sizes(c, start, n, scale, packed, 1); break;
-        default: encode_signs(c, start, n, scale, packed); break;
+        case 1 * 4: encode_signs(c, start, n, scale, packed, 0); break;
+        default: encode_signs(c, start, n, scale, packed, 1); break;
         }
     }
 }
