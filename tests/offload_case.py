@@ -167,10 +167,8 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
         if pace == "waited":
             start = HostUpdates._start
 
-            def start_and_wait(
-                self: HostUpdates, part: Part, scale: float | None, undo: bool = False
-            ) -> None:
-                start(self, part, scale, undo)
+            def start_and_wait(self: HostUpdates, part: Part, *options: Any, **more: Any) -> None:
+                start(self, part, *options, **more)
                 self.wait(part)
                 part.ready.wait_on_host()
 

@@ -16,13 +16,15 @@ from .tier import Mark, Stage
 @dataclass(frozen=True)
 class Job:
     """An update that is due. `landed`: when its gradient is complete on the device. `taken`: an update with
-    this gradient that stands, and is taken back first; then without `stretches` that is all."""
+    this gradient that stands, and is taken back first; then without `stretches` that is all. `held`: the
+    weights that go with the state are those that its part holds back."""
 
     part: Part
     flat: Tensor
     stretches: list[Stretch] | None
     landed: Mark
     taken: list[Stretch] | None = None
+    held: bool = False
 
     def steps(self) -> list[tuple[Stretch, AdamStep | SgdStep | None, AdamStep | SgdStep | None]]:
         """Elements, what is done with them, and what is taken back before. The two differ in the gradient's
