@@ -57,7 +57,7 @@ def test_the_commands_of_the_documentation_run(
     ]
     small = [{"layers=24": "layers=3"}.get(word, word) for word in small]
     if "--search" in words:
-        small = ["4MiB" if word == "A100" else word for word in small]
+        small = ["1MiB" if word == "A100" else word for word in small]
     assert cli.main(small) == 0
     said = capsys.readouterr().out
     if "--json" in words:
