@@ -179,6 +179,7 @@ CASES = [
         {"stage": 3, "gather": zs.Int8(), "transport": "gloo", "prefetch": 2, "recompute": True},
     ),
     *[("gpt", "AdamW", {"stage": stage, "gather": zs.Delta(), "precision": "bf16"}) for stage in (2, 3)],
+    *[("gpt", "AdamW", {"stage": stage, "gather": zs.Delta(), "transport": "gloo"}) for stage in (2, 3)],
     *[
         (
             "mixed",
@@ -192,7 +193,7 @@ CASES = [
         )
         for stage, codec in (
             (0, zs.TopK(0.05, warmup_steps=1, warmup=zs.Int8(), ramp_steps=2, freeze=True)),
-            (2, zs.OneBit(warmup_steps=2, freeze=True)),
+            (2, zs.OneBit(warmup_steps=2, freeze=True, residual="bfloat16")),
         )
     ],
 ]

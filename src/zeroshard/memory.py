@@ -230,15 +230,15 @@ def gathered(setup: Setup) -> int:
     """Bytes of the pool's buffers after a training step; see `lending`."""
     sizes = {unit.name: Sizes() for unit in setup.units}
     stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
-    changes = set[int]()
+    changes = list[int]()
     for bundle in setup.bundles:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
             ranks = range(setup.world)
             stage = sum(setup.code_bytes(bundle, r) for r in ranks)
-            if setup.changes:  # one after another, when parameters are handed on
-                changes.add(stage)
+            if setup.changes:
+                changes.append(stage)
             else:
                 stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
@@ -246,4 +246,6 @@ def gathered(setup: Setup) -> int:
     at_once = setup.overlaps and setup.resident  # all are published at once
     most = most_lent(sizes, stages, ahead, at_once)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
-    return lasting + sum(changes) + sum(numel * WIDTHS["float32"] for numel in scratches)
+    # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
+    arriving = sum(changes if setup.overlaps else set(changes))
+    return lasting + arriving + sum(numel * WIDTHS["float32"] for numel in scratches)

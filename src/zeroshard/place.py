@@ -397,6 +397,10 @@ class Host:
                         for key, value in part.shown(index, moments).items()
                     }
 
+    def update_counts(self) -> dict[str, int]:
+        """Steps by how the host's updates ran."""
+        return dict(self.updates.counts) if self.updates is not None else {}
+
     def start(self) -> None:
         """Make the staging ring and the threads, sized by the parts."""
         if not self.parts:

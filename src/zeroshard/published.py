@@ -7,7 +7,7 @@ afresh, so nothing adds up.
 - `region`  uint8, this rank's code, which peers read.
 - `stage`   uint8, the codes of all other ranks as they arrive; the caller's.
 - `believed` fp32, the pieces of all ranks: with `Delta`, what all ranks take the rows to be. Codes are of the
-  difference, and are added to it once a step, by all ranks together.
+  difference; all ranks start to fetch them at one point of the step, and add them before they look at it.
 - a scratch of fp32 numbers, the length of the longest piece, lent by the pool while a piece is decoded.
 """
 
@@ -126,10 +126,12 @@ class ChangedRows(CodedRows):
     at_hand = True
 
     def _begin(self, ledger: Ledger) -> None:
+        self._coming: tuple[Tensor, Work] | None = None  # changes that are not in `believed` yet
         self.believed = torch.zeros(self.pack.wire, device=self.pool.device)
         ledger.book("parameters", self.believed.nbytes)
 
     def _prepare(self, values: Tensor) -> None:
+        self.catch_up()
         values.sub_(self._believed(self.transport.rank))
 
     def _believed(self, rank: int) -> Tensor:
@@ -137,13 +139,24 @@ class ChangedRows(CodedRows):
         return self.believed[at : at + self._bodies[rank]]
 
     def exchange(self, kind: str, piece: Tensor) -> None:
-        """Add the changes of all ranks to what is believed. Every rank calls it once a step, after `encode`.
-        Where nothing is believed yet, the rows travel as they are."""
+        """Start to fetch the changes of all ranks. Every rank calls it once a step, after `encode`. Where
+        nothing is believed yet, the rows travel as they are."""
         if self._turn == 1 and not bool(self.believed.any()):
             self._settle(kind, piece)
             return
         stage = self.pool.take(self.stage_bytes, torch.uint8, self)
-        self.fetch(kind, stage).wait()
+        self._coming = stage, self.fetch(kind, stage)
+        if not self.transport.overlaps:
+            self.catch_up()
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Add to what is believed the changes that are on their way."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        stage, work = coming
+        work.wait()
         for rank, size in enumerate(self._sizes):
             if size:
                 values = self._believed(rank)
@@ -172,6 +185,7 @@ class ChangedRows(CodedRows):
         self.pool.give(scratch)
 
     def spread(self, stage: Tensor | None, out: Sequence[Sequence[Tensor]]) -> None:
+        self.catch_up()
         for rank, rows in enumerate(out):
             values = self._believed(rank)
             torch._foreach_copy_(

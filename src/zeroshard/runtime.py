@@ -412,12 +412,10 @@ class Runtime:
         for part in parts:
             unit_of[id(part.params[0])].parts.append(part)
 
-    def update_counts(self) -> dict[str, int]:
-        """Steps by how the host's updates ran."""
-        return dict(self._host_updates.counts) if self._host_updates is not None else {}
-
-    def settle_host(self) -> None:
-        """Wait until the host has done all it was asked to."""
+    def settle(self) -> None:
+        """Wait until all that was begun is in its place: what the host updates, and changes that travel."""
+        for bundle in self.bundles:
+            bundle.catch_up()
         if self._host_updates is not None:
             self._refuse_pending()
             self._host_updates.settle()

@@ -207,7 +207,7 @@ def snapshot_of(
     # What training uses is quicker than what saves talk over, and this holds training up.
     if runtime.transport.max([float(problem is not None)])[0]:
         refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))
-    runtime.settle_host()
+    runtime.settle()
     held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
     held += [private_held(private, rank) for private in runtime.pace.private()]
     for seat in seats:
