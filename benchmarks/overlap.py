@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -64,10 +65,11 @@ def tabulate(result: dict[str, object]) -> Table:
         f"of the computation ({1e3 * computed:.0f} ms)"
     )
     table = Table(title=title, title_justify="left")
-    for name in ("", "ms a step", "of computation", "waited", "waited / total", "sent"):
+    for name in ("", "ms a step", "of computation", "waited", "waited / total", "sent", "on the link"):
         table.add_column(name, justify="right" if name else "left")
     rows: dict[str, dict[str, float]] = result["rows"]  # type: ignore[assignment]
     for mode, row in rows.items():
+        lasts = 8 * row["sent"] / (1e6 * float(result["mbit"]))  # type: ignore[arg-type]
         table.add_row(
             mode,
             f"{1e3 * row['step']:.0f}",
@@ -75,6 +77,7 @@ def tabulate(result: dict[str, object]) -> Table:
             f"{1e3 * row['waited']:.0f} ms",
             f"{row['waited'] / row['step']:.0%}",
             f"{row['sent'] / 1e6:.1f} MB",
+            f"{lasts / computed:.0%}",
         )
     return table
 
@@ -87,9 +90,10 @@ def write(path: Path, results: list[dict[str, object]], options: argparse.Namesp
         f"`python benchmarks/overlap.py {' '.join(sys.argv[1:])}`: {WORLD} ranks in network namespaces, "
         f"{options.blocks} blocks of {options.width}², fp32, AdamW. A block's forward is a sleep of "
         f"{options.forward_ms:g} ms, its backward of twice that. The first quartile of {options.steps} steps "
-        "(the machine was shared), the slower rank. `one bucket` sends nothing before backward has ended: "
-        f"what no overlap costs. An update on the host is made to take {options.host_share:.0%} of the "
-        "computation by a sleep.",
+        f"(the machine was shared: load average {os.getloadavg()[0]:.1f} at the end), the slower rank. `one "
+        "bucket` sends nothing before backward has ended: what no overlap costs. `on the link`: what is "
+        "sent, over the link's rate and the computation. An update on the host is made to take "
+        f"{options.host_share:.0%} of the computation by a sleep.",
     ]
     for result in results:
         table = tabulate(result)

@@ -69,6 +69,8 @@ def modes() -> dict[str, dict[str, Any]]:
             "gather": zs.Int8(),
             "sync": zs.Delayed(),
         },
+        "stage 2, Delta gather": {"stage": 2, "bucket_bytes": BUCKET, "gather": zs.Delta(zs.Int8())},
+        "stage 3, Delta gather": {"stage": 3, "bucket_bytes": BUCKET, "gather": zs.Delta(zs.Int8())},
         "stage 3, prefetch 0": {"stage": 3, "bucket_bytes": BUCKET, "prefetch": 0},
         "stage 3, prefetch 2": {"stage": 3, "bucket_bytes": BUCKET, "prefetch": 2},
         "stage 3, Delayed": {"stage": 3, "bucket_bytes": BUCKET, "prefetch": 2, "sync": zs.Delayed()},

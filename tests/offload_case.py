@@ -167,8 +167,8 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
         if pace == "waited":
             start = HostUpdates._start
 
-            def start_and_wait(self: HostUpdates, part: Part, scale: float) -> None:
-                start(self, part, scale)
+            def start_and_wait(self: HostUpdates, part: Part, *options: Any, **more: Any) -> None:
+                start(self, part, *options, **more)
                 self.wait(part)
                 part.ready.wait_on_host()
 
@@ -185,9 +185,9 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
                     seconds = draw.choice((0.0, 0.0, 0.0, 0.001, 0.004))
                 time.sleep(seconds)
 
-            def later(update: Callable[..., None], *args: Any) -> None:
+            def later(update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
                 delay()
-                update(*args)
+                update(*args, **kwargs)
                 delay()
 
             stack.enter_context(patch.object(build, "Copies", partial(build.Copies, delay=delay)))

@@ -28,6 +28,7 @@ from zeroshard.codec import (
     OneBit,
     Rows,
     TopK,
+    TwoBit,
     from_settings,
 )
 from zeroshard.coding import sizes_of
@@ -42,8 +43,11 @@ ALL: list[Codec] = [
     Int8(block=64, feedback=True, stochastic=True),
     Int4(),
     Int4(block=16, feedback=False, stochastic=True),
+    TwoBit(),
+    TwoBit(block=48, feedback=False),
     OneBit(),
     OneBit(block=48, warmup_steps=0),
+    OneBit(feedback=False),
     TopK(),
     TopK(ratio=0.1, momentum=0.9),
     TopK(ratio=1.0),
@@ -62,6 +66,7 @@ quick = settings(max_examples=40, deadline=None, derandomize=True, database=None
         (Cast("float16"), 2.0),
         (Int8(), 3.9),
         (Int4(), 7.5),
+        (TwoBit(), 15.4),
         (OneBit(), 28.0),
         (TopK(ratio=0.01), 45.0),
     ],
@@ -99,6 +104,16 @@ def test_error_stays_within_its_bound(codec: Codec, spread: float) -> None:
     assert ((send(codec, values, codec.state(5000)) - values).abs() <= bound(codec, values)).all()
 
 
+def test_two_bits_lose_a_third_and_signs_three_fifths() -> None:
+    values = normal(100_000)
+    for codec, share in ((TwoBit(), 0.345), (OneBit(), 0.603)):
+        assert float((codec.round_trip(values) - values).norm() / values.norm()) == pytest.approx(
+            share, abs=0.005
+        )
+    found = TwoBit(block=16).round_trip(torch.tensor([4.0, -1.0, 0.5, -0.5] * 4))  # the mean is 1.5
+    assert found[:4].tolist() == [2.8125, -0.9375, 0.9375, -0.9375]
+
+
 @pytest.mark.parametrize("codec", ROUNDING, ids=repr)
 @quick
 @given(values=pieces())
@@ -131,7 +146,9 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_the_state_alone(codec: Co
     assert all(tensor.isfinite().all() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("codec", [Int8(16, feedback=True), Int4(), OneBit(), TopK(), TopK(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [Int8(16, feedback=True), Int4(), TwoBit(), OneBit(), TopK(), TopK(0.1)], ids=repr
+)
 def test_sent_and_residual_are_the_sum_of_gradients(codec: Codec) -> None:
     numel, state = 1000, codec.state(1000)
     sent, wanted = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
@@ -226,7 +243,7 @@ def test_the_codec_in_the_documentation_works() -> None:
 
 
 def test_examples_in_docstrings_run() -> None:
-    names = ("base", "cast", "integers", "onebit", "topk", "lowrank", "rows")
+    names = ("base", "cast", "integers", "onebit", "topk", "twobit", "lowrank", "rows")
     for name in names:
         found = doctest.testmod(importlib.import_module(f"zeroshard.codec.{name}"))
         assert found.attempted > 0
@@ -271,6 +288,8 @@ def test_a_ramp_falls_by_quarters() -> None:
         (lambda: Int8(block=0), r"Int8\(block=0\): a multiple of 16"),
         (lambda: Int8(feedback=1), r"Int8\(feedback=1\): pass True or False"),  # type: ignore[arg-type]
         (lambda: Int4(stochastic="no"), r"Int4\(stochastic='no'\): pass True or False"),  # type: ignore[arg-type]
+        (lambda: TwoBit(feedback=None), r"TwoBit\(feedback=None\): pass True or False"),  # type: ignore[arg-type]
+        (lambda: OneBit(feedback=0), r"OneBit\(feedback=0\): pass True or False"),  # type: ignore[arg-type]
         (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): a whole number, 0 or more"),
         (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): a whole number"),  # type: ignore[arg-type]
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
@@ -315,6 +334,7 @@ def test_wrong_tensors() -> None:
 
 
 def test_a_codec_for_changes_keeps_nothing_of_its_own() -> None:
+    Delta(OneBit(feedback=False, warmup_steps=0))
     for inner in (OneBit(warmup_steps=0), TopK(), Int4(), Delta(), "int4"):
         with pytest.raises(OptionError, match="keeps nothing and does not warm up"):
             Delta(inner)  # type: ignore[arg-type]

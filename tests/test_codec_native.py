@@ -10,7 +10,7 @@ import torch
 from native_case import both_paths, built, rough
 from torch import Tensor
 
-from zeroshard.codec import Cast, Codec, Int4, Int8, OneBit, TopK
+from zeroshard.codec import Cast, Codec, Int4, Int8, OneBit, TopK, TwoBit
 from zeroshard.errors import OptionError
 from zeroshard.native import codes
 
@@ -19,9 +19,11 @@ pytestmark = built
 CODECS: list[Codec] = [
     Cast("bfloat16"),
     Cast("float16"),
-    *(kind(block=block) for kind in (Int8, Int4, OneBit) for block in (16, 48, 256)),
+    *(kind(block=block) for kind in (Int8, Int4, TwoBit, OneBit) for block in (16, 48, 256)),
     *(kind(feedback=True, stochastic=True) for kind in (Int8, Int4)),
     Int8(feedback=True),
+    TwoBit(feedback=False),
+    OneBit(feedback=False),
     Int8(stochastic=True),
     Int4(feedback=False, stochastic=True),
     TopK(),
@@ -64,7 +66,10 @@ def test_same_choice_among_equals(values: Tensor, both: Callable[[Callable[[], l
     both(make)
 
 
-@pytest.mark.parametrize("codec", [Int8(stochastic=True), Int4(block=80), OneBit(), Cast()], ids=repr)
+THREADED = [Int8(stochastic=True), Int4(block=80), TwoBit(), OneBit(), Cast()]
+
+
+@pytest.mark.parametrize("codec", THREADED, ids=repr)
 def test_threads_change_nothing(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codes, "SHARE", 1000)
     matrix = torch.eye(99, 77)

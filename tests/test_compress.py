@@ -4,6 +4,7 @@ by all ranks alike."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import models
@@ -116,8 +117,52 @@ def test_four_bits_of_the_change_say_more_than_four_bits_of_the_weight(stage: in
     changes, afresh = (ranks(2).run(seen, gather, stage)[0] for gather in (zs.Delta(four), four))
     assert changes["errors"][0] < 1e-6  # the first time they are sent in full
     assert max(changes["errors"]) < 0.1 * min(afresh["errors"])
-    assert changes["sent"][0] == pytest.approx(8 * changes["sent"][1])
+    assert 7 * changes["sent"][1] <= changes["sent"][0] <= 8 * changes["sent"][1]
     assert changes["sent"][2] <= afresh["sent"][2]
+
+
+def test_two_bits_of_the_change_say_more_than_four_bits_of_the_weight() -> None:
+    changes, afresh = (
+        ranks(2).run(seen, gather, 3)[0]
+        for gather in (zs.Delta(zs.TwoBit(feedback=False)), zs.Int4(block=32, feedback=False))
+    )
+    assert changes["errors"][0] < 1e-6
+    assert max(changes["errors"]) < 0.2 * min(afresh["errors"])
+    assert changes["sent"][2] < 0.5 * afresh["sent"][2]
+
+
+def changes_on_their_way(stage: int, transport: str, folder: str) -> list[Tensor]:
+    """Losses, and what is believed in a checkpoint made while changes travel; rank 1 leaves a unit out."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"stage": stage, "transport": transport, "units": ["0", "1", "2"]}
+    run = zs.shard(model, optimizer, gather=zs.Delta(zs.Int8(block=32)), **options)
+    losses = []
+    for step in range(5):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + run.rank))
+        hidden = model[0](x) if run.rank and step % 2 else model[1](model[0](x))
+        loss = model[2](hidden).square().mean()
+        if step == 3:
+            run.save(f"{folder}/half")
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.load(f"{folder}/half")
+    losses.append(model(torch.ones(1, 32)).detach())
+    run.close()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_changes_that_travel_beside_forward_change_no_bit(stage: int, tmp_path: Path) -> None:
+    """Over shared memory they are added at once."""
+    beside = ranks(2).run(changes_on_their_way, stage, "gloo", str(tmp_path / "beside"))
+    at_once = ranks(2).run(changes_on_their_way, stage, "shm", str(tmp_path / "at once"))
+    for mine, theirs in zip(beside, at_once, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert torch.equal(beside[0][-1], beside[1][-1])
 
 
 class Rarely(nn.Module):

@@ -27,6 +27,7 @@ FEEDBACK = [
     zs.OneBit(warmup_steps=1),
     zs.TopK(ratio=0.05),
     zs.LowRank(rank=2),
+    zs.TwoBit(),
     zs.OneBit(warmup_steps=2, warmup=zs.Int4()),
     zs.TopK(ratio=0.05, warmup_steps=1, ramp_steps=2),
 ]

@@ -179,6 +179,7 @@ CASES = [
         {"stage": 3, "gather": zs.Int8(), "transport": "gloo", "prefetch": 2, "recompute": True},
     ),
     *[("gpt", "AdamW", {"stage": stage, "gather": zs.Delta(), "precision": "bf16"}) for stage in (2, 3)],
+    *[("gpt", "AdamW", {"stage": stage, "gather": zs.Delta(), "transport": "gloo"}) for stage in (2, 3)],
     *[
         (
             "mixed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import models
@@ -84,10 +85,13 @@ SYNCS: list[tuple[int, Any]] = [
 ]
 
 
-def hold(stage: int, sync: Any, precision: str | None) -> tuple[dict[str, int], dict[str, int]]:
+def hold(
+    stage: int, sync: Any, precision: str | None, **options: Any
+) -> tuple[dict[str, int], dict[str, int]]:
     model, optimizer, batch = case("gpt")
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
-    run = zs.shard(model, optimizer, stage=stage, sync=sync, precision=precision, bucket_bytes="40KiB")  # type: ignore[arg-type]
+    options |= {"stage": stage, "sync": sync, "precision": precision, "bucket_bytes": "40KiB"}
+    run = zs.shard(model, optimizer, **options)
     setup = Setup(units, run.options, 2, rules, run.rank, overlaps=False)
     for _ in range(4):
         model(batch).backward()
@@ -105,6 +109,16 @@ def test_a_policy_holds_what_was_predicted(stage: int, sync: Any) -> None:
     for live, predicted in ranks(2).run(hold, stage, sync, "bf16" if stage == 3 else None):
         apart = isinstance(sync, zs.Local)
         assert live | ({"gradients": predicted["gradients"]} if apart else {}) == predicted
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("master", ["plain", "split"])
+def test_weights_that_are_held_back_were_predicted(master: Any) -> None:
+    ask = partial(hold, offload=zs.Offload(master=master), clip_norm=1.0)
+    plain, _ = ranks(2).run(ask, 3, zs.EveryStep(), "bf16")[0]
+    for live, predicted in ranks(2).run(ask, 3, zs.Delayed(), "bf16"):
+        assert live == predicted
+        assert live["host"] - plain["host"] >= live["parameters"], "one more copy of this rank's rows"
 
 
 def test_a_policy_narrows_what_is_planned() -> None:

@@ -154,26 +154,31 @@ def test_what_the_benchmark_says_of_its_rows(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks" / "gpu"), *sys.path])  # and back again
     plan_error = importlib.import_module("plan_error")
 
-    def row(said: float, was: float, world: int = 1, rows: int = 8) -> dict[str, Any]:
+    def row(
+        said: float, was: float, world: int = 1, rows: int = 8, offload: str = "host", stage: int = 0
+    ) -> dict[str, Any]:
         figures = {"device": 100, "host": 100, "step": said}
         measured = {"device": 100, "host": 97, "step": was}
         return {
-            "size": "1b", "world": world, "stage": 0, "recompute": False, "offload": "host", "rows": rows,
-            "predicted": figures, "measured": measured,
+            "size": "1b", "world": world, "stage": stage, "recompute": False, "offload": offload,
+            "rows": rows, "predicted": figures, "measured": measured,
         }  # fmt: skip
 
     rows = [
         row(1.0, 1.0),
-        row(1.2, 1.3),
-        row(0.9, 2.0),
-        row(1.0, 1.05),
+        row(1.2, 1.3, offload="auto"),
+        row(0.9, 2.0, offload="disk"),
+        row(1.0, 1.05, offload="some"),
+        row(1.0, 5.0, stage=1),  # on one rank the same run as the first: no pair
         row(9.0, 1.0, rows=4),
         row(9, 1, world=8),
     ]
-    assert plan_error.ranked(rows) == (2, 5)  # only 1.0 and 1.05 are too close to be a pair
+    assert plan_error.ranked(rows) == (3, 8)  # 1.0 and 1.05 are too close to be a pair
+    rows[0]["measured"]["steps"] = [0.5, 1.5]
+    assert plan_error.error(rows[0], "step") == 0.0  # the mean
     assert plan_error.error(rows[0], "host") == pytest.approx(100 / 97 - 1)
     assert plan_error.error(rows[-1], "step") is None
     assert plan_error.error(row(1, 1) | {"offload": "none"}, "host") is None
     said = plan_error.summary([*rows, {"skipped": "too large", "world": 1}])
-    assert said[0] == "- device: 6 of 6 within 3%, worst 0.0%; 6 within 1%"
-    assert said[-1] == "- 7 cases; 1 predicted not to fit and not run, 0 failed"
+    assert said[0] == "- device: 7 of 7 within 3%, worst 0.0%; 7 within 1%"
+    assert said[-1] == "- 8 cases; 1 predicted not to fit and not run, 0 failed"

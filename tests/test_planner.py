@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from zeroshard.choice import choose
 from zeroshard.config import Options
+from zeroshard.crossing import Sent, sent_by_rank
 from zeroshard.errors import OptionError
 from zeroshard.frames import moments_of
 from zeroshard.machine import GPUS, machine
@@ -24,7 +25,6 @@ from zeroshard.memory import Setup
 from zeroshard.plan import Plan
 from zeroshard.planner import Question
 from zeroshard.planning import blocks_of, rules_of, tokens
-from zeroshard.pricing import sent_by_rank
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
 from zeroshard.timeline import Segment, peak_of, step_moments
 from zeroshard.trace import Inputs, Tracer
@@ -67,13 +67,13 @@ class Convolutions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(6, 10, num_layers=2, batch_first=True)
-        self.head = nn.Linear(10, 3)
+        self.layers = kind(6, 10, num_layers=2, batch_first=True, **options)
+        self.head = nn.Linear(20 if options.get("bidirectional") else 10, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0]).square().mean()
+        return self.head(self.layers(x)[0]).square().mean()
 
 
 CASES: list[tuple[Any, Tensor, bool]] = [
@@ -81,6 +81,9 @@ CASES: list[tuple[Any, Tensor, bool]] = [
     (partial(models.GPT, even=True, blocks=4), torch.zeros(8, 11, dtype=torch.int64), True),
     (Convolutions, torch.zeros(4, 3, 16, 16), False),
     (Convolutions, torch.zeros(4, 3, 16, 16), True),
+    (Recurrent, torch.zeros(4, 9, 6), False),
+    (partial(Recurrent, bidirectional=True), torch.zeros(3, 21, 6), False),
+    (partial(Recurrent, nn.GRU), torch.zeros(4, 9, 6), False),
     *(
         (lambda a=at_once, r=reentrant: Checkpointed(a, r), torch.zeros(4, 9, dtype=torch.int64), False)
         for at_once, reentrant in ((1, False), (2, False), (3, True))
@@ -198,7 +201,7 @@ def test_the_peak_of_a_sharded_step(options: dict[str, Any], rows: int) -> None:
         assert_bytes(predicted, measured, 0.01, f"{options} {rows}")
 
 
-def send(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def send(options: dict[str, Any]) -> tuple[Any, Sent]:
     """What one step of a run sent, and what was predicted."""
     model = models.Tower(96, 8)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -210,9 +213,9 @@ def send(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         model(torch.ones(2, 96)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    sent = (run.stats() - before).sent
+    sent = run.stats() - before
     run.close()
-    return sent, sent_by_rank(Setup(units, run.options, 2, rules))
+    return sent, sent_by_rank(Setup(units, run.options, run.size, rules), run.options.ranks_per_node)
 
 
 @pytest.mark.ranks
@@ -222,13 +225,19 @@ def send(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         *[{"stage": stage} for stage in (0, 1, 2, 3)],
         {"stage": 0, "compress": zs.LowRank(4)},
         {"stage": 3, "compress": zs.TopK(0.1), "gather": zs.Int8()},
+        {"stage": 3, "gather": zs.Delta()},
+        {"stage": 0, "compress": zs.Int8(), "transport": "gloo", "ranks_per_node": 2},
+        {"stage": 2, "transport": "nodes", "ranks_per_node": 2},
+        {"stage": 3, "node_cache": True, "ranks_per_node": 2},
+        {"stage": 3, "node_cache": True, "ranks_per_node": 2, "gather": zs.Int8(), "compress": zs.Int8()},
     ],
 )
 def test_bytes_sent_are_what_was_predicted(options: dict[str, Any]) -> None:
-    for sent, predicted in ranks(2).run(send, options):
-        assert {kind for kind, count in sent.items() if count} == set(predicted)
-        for kind, count in predicted.items():
-            assert_bytes(sent[kind], count, 0.03, kind)
+    for real, predicted in ranks(4 if "ranks_per_node" in options else 2).run(send, options):
+        for sent, said in ((real.sent, predicted.total), (real.between, predicted.between)):
+            assert {kind for kind, count in sent.items() if count} == {kind for kind in said if said[kind]}
+            for kind, count in said.items():
+                assert_bytes(sent[kind], count, 0.03, kind)
 
 
 # Choices.

@@ -15,6 +15,8 @@ import zeroshard as zs
 from zeroshard.machine import machine
 from zeroshard.planner import price
 from zeroshard.planning import inquire
+from zeroshard.pricing import RECOMPUTED
+from zeroshard.recurrent import Shape
 from zeroshard.timeline import Segment
 from zeroshard.trace import Inputs, Tracer
 from zeroshard.traffic import Traffic
@@ -98,6 +100,35 @@ def test_what_operations_cost() -> None:
     assert cost.flops == 2 * 2 * q.numel() * 8 // 2
 
 
+def test_an_lstm_keeps_its_gates() -> None:
+    """On the CPU what the library says of a layer that is really run, and never more than the bound that a
+    large one gets; on a GPU eight values of each hidden one."""
+    small, large = Shape(7, 3, 24, 32), Shape(100, 64, 512, 512)
+    real = torch.ops.aten.mkldnn_rnn_layer(
+        torch.zeros(7, 3, 24, requires_grad=True), torch.zeros(128, 24), torch.zeros(128, 32),
+        *(torch.zeros(128),) * 2, *(torch.zeros(3, 32),) * 2, False, [], 2, 32, 1, True, False, False, True,
+    )  # fmt: skip
+    assert small.on_cpu == real[3].nbytes
+    assert small.on_cpu <= small.bound
+    assert large.on_cpu == large.bound
+    for one in (Shape(33, 5, 40, 100), Shape(20, 16, 256, 64), Shape(20, 4, 64, 256)):
+        assert one.bound / 2 < one.on_cpu <= one.bound
+
+    with torch.device("meta"):
+        model = nn.LSTM(24, 32)
+    saved = {
+        gpu: sum(s.saved for s in Tracer(model, [], lambda _: False, {}, gpu).run(inputs, _squared))
+        for gpu in (False, True)
+        for inputs in [Inputs.of(torch.zeros(7, 3, 24))]
+    }
+    assert saved[True] - saved[False] == 8 * 7 * 3 * 32 * 4 - small.on_cpu
+
+
+def _squared(output: Any) -> Tensor:
+    loss: Tensor = output[0].square().mean()
+    return loss
+
+
 def asked(**figures: Any) -> Any:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
@@ -113,7 +144,7 @@ def test_the_workspace_of_a_machine_is_a_kind_of_its_own() -> None:
 
 
 def test_time_is_products_and_bytes_through_memory() -> None:
-    question = asked(efficiency=0.5)
+    question = asked(efficiency=0.5, gap=1e-6)
     segments = question.segments(question.way(0))
     rate, memory = question.machine.full * 0.5, question.machine.memory_rate
     work = sum(s.flops + s.back for s in segments)
@@ -121,12 +152,66 @@ def test_time_is_products_and_bytes_through_memory() -> None:
     assert work > 0
     assert moved > 0
     made = price(question, question.way(0))
-    assert made.seconds["compute"] == pytest.approx(work / rate + moved / memory)
+    kernels = sum(s.kernels for s in segments)
+    # Three products with a bias, and backward two each (the first layer one), a sum for each bias, the loss.
+    assert 14 <= kernels <= 40
+    assert made.seconds["compute"] == pytest.approx(work / rate + moved / memory + 1e-6 * kernels)
 
 
-def test_copies_to_the_host_take_its_memory() -> None:
+def test_small_models_take_as_long_as_python_takes() -> None:
+    """To launch kernels, to recompute, and to hand shares of an update to threads: one after another."""
+    question = asked(launch=1e-3, hand=0.0)
+    kernels = sum(s.kernels for s in question.segments(question.way(0)))
+    plain = price(question, question.way(0))
+    assert plain.seconds["interpreter"] == pytest.approx(1e-3 * kernels)
+    assert plain.step == pytest.approx(plain.seconds["interpreter"] + plain.seconds["update"])
+    again = price(question, question.way(0, recompute=True))
+    kernels = sum(s.kernels for s in question.segments(question.way(0, recompute=True)))
+    assert again.seconds["interpreter"] == pytest.approx(1e-3 * (kernels + 3 * RECOMPUTED))
+    handed = asked(launch=0.0, hand=1e-3, cores=16)
+    options = zs.config.Options(offload=zs.Offload(), clip_norm=1.0)
+    assert price(handed, options).seconds["interpreter"] == pytest.approx(1e-3 * 3)  # a share for each unit
+    assert (
+        "interpreter" not in price(asked(gpu=False), question.way(0)).seconds
+    )  # the CPU runs what is called
+
+
+def test_forward_waits_for_the_gradient_that_lands_last() -> None:
+    """Its way to the host, its update and its way back are seen, where it is updated there."""
+    question = asked(host_rate=1e9, pcie=1e9, launch=0.0, hand=0.0, full=1e8)
+    made = price(question, zs.config.Options(offload=zs.Offload(), clip_norm=1.0))
+    first = 64 * 64 + 64
+    assert made.step == pytest.approx(made.seconds["compute"] + first * (32 + 2 * 4) / 1e9)
+    assert made.step > made.seconds["host update"]
+
+
+def test_an_update_on_the_host_takes_its_memory() -> None:
     question = asked(host_rate=1e9)
     options = zs.config.Options(precision="bf16", offload=zs.Offload(), clip_norm=1.0)  # type: ignore[arg-type]
     numel = 3 * (64 * 64 + 64)
-    # Master and two moments read and written, gradient and weight by the kernel and by the copies.
-    assert price(question, options).seconds["host update"] == pytest.approx(numel * (24 + 4 + 4) / 1e9)
+    # Master and two moments read and written, the gradient read, the weight written.
+    assert price(question, options).seconds["host update"] == pytest.approx(numel * (24 + 4) / 1e9)
+
+
+def test_links_are_used_at_once_and_rings_enter_a_node_once() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    numel = 3 * (64 * 64 + 64)
+    own = machine("H200", 1e6, link=1e9, latency=0.0, node=8)
+
+    def made(**options: Any) -> Any:
+        asked = inquire(model, ranks=64, limit="1GiB", machine=own, stage=1, offload=None, **options).question
+        return price(asked, asked.way(1))
+
+    plain = made()
+    assert sum(plain.between.values()) == pytest.approx(2 * 4 * numel * 56 / 64, rel=1e-3)
+    assert plain.seconds["exchange"] == pytest.approx(2 * 4 * numel * 56 / 64 / 8 / 1e6, rel=1e-3)
+    coded = made(compress=zs.Int8())  # codes go from every rank to every rank
+    codes = zs.Int8().wire_bytes(numel)
+    crossing = codes * 56 / 64 + 4 * numel * 56 / 64 / 8
+    assert coded.seconds["exchange"] == pytest.approx(crossing / 1e6, rel=1e-2)
+    assert coded.numerics == "rounding"
+    assert coded.seconds["codecs"] == pytest.approx((4 + 8 + 2 * 1.01) * numel / own.memory_rate, rel=0.05)
+    slow = made(compress=zs.TopK(0.01))
+    assert slow.seconds["codecs"] > 10 * coded.seconds["codecs"]
+    assert slow.numerics == "approximate"

@@ -60,11 +60,11 @@ CASES = {
     "plain-7b": Case("6.74 B, plain PyTorch", "–", 150, "plain", "7b", ("--steps", "7")),
     "host-7b": Case(
         "6.74 B, GPU capped at 32 GiB, optimizer on the host", "≤ 1.3 × plain; ≤ 12.5 host bytes a parameter",
-        280, "zs-1:optimizer=host", "7b", ("--steps", "8", *CAP), against="plain-7b",
+        280, "zs-1:optimizer=host", "7b", ("--steps", "14", *CAP), against="plain-7b",
     ),
     "split-7b": Case(
         "the same, split master", "≤ 1.3 × plain; ≤ 10.6 host bytes a parameter",
-        280, "zs-1:optimizer=host,master=split", "7b", ("--steps", "8", *CAP), against="plain-7b",
+        280, "zs-1:optimizer=host,master=split", "7b", ("--steps", "14", *CAP), against="plain-7b",
     ),
     "ao-7b": peer("ao-offload", "7b", 120, "--steps", "6", *CAP),
     "ds3-7b": peer("ds3-offload", "7b", 200, "--steps", "4", *CAP),
@@ -74,9 +74,8 @@ CASES = {
         ("--steps", "7"), against="plain-7b",
     ),
     "13b": Case(
-        "13 B, GPU capped at 32 GiB, disk allowed", "trains", 580,
-        auto("3GiB", "116GiB", "master=split", ALL, DISK), "13b",
-        ("--steps", "3", "--mbs", "4", "--accum", "2", *CAP),
+        "13 B, GPU capped at 32 GiB, disk allowed; a guard on the norm at 8", "trains", 580,
+        auto("15GiB", "116GiB", "master=split", *GUARDED, ALL, DISK), "13b", ("--steps", "4", *CAP),
     ),
     "20b": Case(
         "20.0 B, whole GPU and host, no disk; a guard on the norm at 8, none is clipped", "trains", 580,

@@ -268,7 +268,7 @@ class Run(Kept):
         must write the same.
         """
         runtime = self._open()
-        runtime.settle_host()
+        runtime.settle()
         wanted = set(matching(names or ("*",), [p.name for p in runtime.params], "parameter", "parameters"))
         chosen = [p for p in runtime.params if p.name in wanted]
         whole = {
@@ -343,7 +343,7 @@ class Run(Kept):
             peak,
             self._data_parallel_bytes(state + hidden),
             runtime.norm,
-            runtime.update_counts(),
+            runtime.host.update_counts() if runtime.host is not None else {},
             sync=runtime.pace.label,
             switches=runtime.pace.report(),
             uncompressed={kind: n + counters.spared.get(kind, 0) for kind, n in counters.sent.items()},

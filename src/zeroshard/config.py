@@ -373,6 +373,13 @@ class Options:
         return cls(**given)
 
     @property
+    def numerics(self) -> Numerics:
+        """The least exact of all that it asks for."""
+        asked = [self.precision, self.offload, self.sync, self.gather, *(codec for _, codec in self.compress)]
+        found = {one.numerics for one in asked if one is not None}
+        return "approximate" if "approximate" in found else "rounding" if "rounding" in found else "exact"
+
+    @property
     def shards_state(self) -> bool:
         return self.stage >= 1
 

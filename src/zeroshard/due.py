@@ -8,18 +8,34 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .native import AdamStep, SgdStep
 from .part import Part, Stretch
 from .tier import Mark, Stage
 
 
 @dataclass(frozen=True)
 class Job:
-    """An update that is due. `landed`: when its gradient is complete on the device."""
+    """An update that is due. `landed`: when its gradient is complete on the device. `taken`: an update with
+    this gradient that stands, and is taken back first; then without `stretches` that is all. `held`: the
+    weights that go with the state are those that its part holds back."""
 
     part: Part
     flat: Tensor
-    stretches: list[Stretch]
+    stretches: list[Stretch] | None
     landed: Mark
+    taken: list[Stretch] | None = None
+    held: bool = False
+
+    def steps(self) -> list[tuple[Stretch, AdamStep | SgdStep | None, AdamStep | SgdStep | None]]:
+        """Elements, what is done with them, and what is taken back before. The two differ in the gradient's
+        scale alone, so they cover the same elements."""
+        runs, taken = self.stretches, self.taken
+        if runs is None:
+            assert taken is not None
+            return [(run, None, run.step) for run in taken]
+        if taken is None:
+            return [(run, run.step, None) for run in runs]
+        return [(run, run.step, old.step) for run, old in zip(runs, taken, strict=True)]
 
 
 @dataclass(frozen=True)

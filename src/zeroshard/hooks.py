@@ -212,17 +212,18 @@ class Hooks:
         given: list[dict[str, Any]] = []
 
         def taken(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            runtime.settle_host()
+            runtime.settle()
             runtime.before_change()
             given[:] = [take_state(update, state)]
             return given[0]
 
-        self._keep(optimizer.register_state_dict_pre_hook(lambda _: runtime.settle_host()))
+        self._keep(optimizer.register_state_dict_pre_hook(lambda _: runtime.settle()))
         self._keep(optimizer.register_state_dict_post_hook(shown))
         self._keep(optimizer.register_load_state_dict_pre_hook(taken))
 
         def loaded(_: Optimizer) -> None:
-            runtime.take_loaded(optimizer, given[0])
+            if runtime.host is not None:
+                runtime.host.take_loaded(optimizer, given[0])
             widen_state(update, given.pop())
 
         self._keep(optimizer.register_load_state_dict_post_hook(loaded))
@@ -255,7 +256,7 @@ class Hooks:
             if module is not model and module._parameters:
                 module.__dict__["_apply"] = refuse
                 self._undo.append(partial(_put_back, module, "_apply", None))
-        self._keep(model.register_state_dict_pre_hook(lambda *_: runtime.settle_host()))
+        self._keep(model.register_state_dict_pre_hook(lambda *_: runtime.settle()))
         self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
 
@@ -281,7 +282,7 @@ def _rows_for_loading(
     runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     """Before `model.load_state_dict`: check every shape, then hand each home what it is made of."""
-    runtime.settle_host()
+    runtime.settle()
     runtime.before_change()
     runtime.transport.fence()
     for param in runtime.params:

@@ -5,8 +5,13 @@ weight staged back. `part` names its tensors.
 should be almost done. While the norm has stayed clear of the limit, each part is updated as it lands, with
 the gradient as it is. `optimizer.step()` then looks at the norm. Below the limit, the update was right. Above
 it, every part is taken back by the inverse formula, evaluated in fp64, and done again with the clipped
-gradient: equal to the plain order to fp32 rounding. While the norm is near the limit or above it, nothing is
-updated before the norm is known; the update then hides behind the next forward, unit by unit.
+gradient, in one more pass over memory, behind the next forward: equal to the plain order to fp32 rounding.
+While the norm is near the limit or above it, nothing is updated before the norm is known; the update then
+hides behind the next forward, unit by unit.
+
+[Note: a step ahead] With delayed gradients an update may begin in the forward of the step that applies it,
+while forward and backward still compute with the weights before. So its new weights wait in `held` memory,
+and `optimizer.step()` lets them go: those that are done are copied then, the others when they are.
 """
 
 from __future__ import annotations
@@ -24,11 +29,10 @@ from torch import Tensor
 
 from .due import Countdown, Job, Staged
 from .errors import StateError, TierError
-from .native import AdamRows, AdamStep, SgdStep, Workers, adam_update, sgd_update
+from .native import AdamRows, Workers, adam_update, sgd_update
 from .outlook import Outlook
 from .part import Part
 from .tier import Arena, Copies, Stage
-from .undo import take_back
 
 SHARE = 1 << 22  # elements that a worker updates at a time, at most: each costs some Python
 GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out work costs more than doing it
@@ -70,6 +74,7 @@ class HostUpdates:
         self._changed = threading.Condition()
         self._closing = False
         self._busy = threading.Semaphore(2)
+        self._showing = threading.Lock()  # whether a part holds its weights back is asked and told under it
         self.paging = next((part.disk.paging for part in self.parts if part.disk is not None), None)
         if self.paging is not None:
             self.paging.failed = self._fail_at
@@ -94,9 +99,9 @@ class HostUpdates:
             )
         part.flat, part.used = flat, used
         if math.isfinite(self.clip_norm):
-            part.squares = self._square_sum(part, flat)
+            part.squares = part.square_sum(flat)
         if self._early:
-            self._start(part, 1.0)
+            self._start(part, 1.0, hold=part.held is not None)
             if not self._keeps_gradients:
                 part.flat = None
 
@@ -104,36 +109,28 @@ class HostUpdates:
     def _keeps_gradients(self) -> bool:
         return math.isfinite(self.clip_norm) and self.undo
 
-    @torch.no_grad()
-    def _square_sum(self, part: Part, flat: Tensor) -> Tensor:
-        if all(part.counted):
-            if part.gaps:  # buckets share wires from stage 2 on: here may be what another one left
-                torch._foreach_zero_([flat[start:stop] for start, stop in part.gaps])
-            whole: Tensor = torch.linalg.vector_norm(flat[: part.numel], dtype=torch.float32)
-            return whole.square()
-        rows = [flat[at : at + n] for (at, n), counts in zip(part.spans, part.counted, strict=True) if counts]
-        return torch.stack(
-            [torch.linalg.vector_norm(r, dtype=torch.float32).square() for r in rows] or [flat.new_zeros(())]
-        ).sum()
-
-    def _start(self, part: Part, scale: float) -> None:
-        """Make a part's update due."""
+    def _start(self, part: Part, scale: float | None, undo: bool = False, hold: bool = False) -> None:
+        """Make a part's update due; with `undo` the one that stands is taken back first, and without a
+        `scale` that is all. `hold`: see [Note: a step ahead]."""
         assert part.flat is not None
-        part.taken = part.stretches(scale)
+        stands, held = part.taken if undo else None, hold or (undo and part.holding)
+        part.taken = None if scale is None else part.stretches(scale)
+        part.holding = hold
         part.done.clear()
-        job = Job(part, part.flat, part.taken, self.copies.here())
+        job = Job(part, part.flat, part.taken, self.copies.here(), stands, held)
         with self._changed:
             # Gradients that wait on the device take room there; without `undo` none was planned for all of
             # them.
-            while not self.undo and len(self._due) >= BACKLOG and self._failure is None:
+            while not (self.undo or hold) and len(self._due) >= BACKLOG and self._failure is None:
                 self._changed.wait(1.0)
             self._due.append(job)
             self._changed.notify_all()
 
     @staticmethod
-    def _weights_in(part: Part, stage: Stage) -> Tensor:
-        if part.weights is not None:
-            return part.weights
+    def _weights_in(job: Job, stage: Stage) -> Tensor:
+        part, kept = job.part, job.part.held if job.held else job.part.weights
+        if kept is not None:
+            return kept
         return stage.view(
             part.weight_dtype, part.numel, 0 if part.in_place else part.numel * part.grad_dtype.itemsize
         )
@@ -185,10 +182,13 @@ class HostUpdates:
         """Send a part's gradient to the host; with a split master its weights too, which are the master's
         other half. State that rests on the disk is read meanwhile."""
         part = job.part
+        if job.held:
+            part.ready.wait_on_host()  # the weights before have left this memory
         part.fetch()
         to, of = [stage.view(part.grad_dtype, part.numel)], [job.flat[: part.numel]]
-        if part.splits and not part.paged:
-            weights = self._weights_in(part, stage)
+        there = job.held and job.taken is not None  # what is taken back left its weights there
+        if part.splits and not part.paged and not there:
+            weights = self._weights_in(job, stage)
             to += [weights[at : at + n] for at, n in part.spans]
             of += part.targets
         return Staged(job, stage, self.copies.out(to, of, job.landed))
@@ -202,11 +202,11 @@ class HostUpdates:
         part, stage = staged.job.part, staged.stage
         staged.arrived.wait_on_host()
         part.arrive()
-        grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(part, stage)
+        grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(staged.job, stage)
         share = min(SHARE, max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK))
         shares = [
-            (run, at, min(at + share, run.stop))
-            for run in staged.job.stretches
+            (step, taken, at, min(at + share, run.stop))
+            for run, step, taken in staged.job.steps()
             for at in range(run.start, run.stop, share)
         ]
         self._busy.acquire()
@@ -214,16 +214,10 @@ class HostUpdates:
             self._finish(staged, weight)
             return
         left = Countdown(len(shares), partial(self._finish, staged, weight))
-        for run, start, stop in shares:
+        for step, taken, start, stop in shares:
             state = part.share(start, stop)
-            if isinstance(state, AdamRows):
-                assert isinstance(run.step, AdamStep)
-                task: Callable[[], None] = partial(
-                    adam_update, state, grad[start:stop], weight[start:stop], run.step
-                )
-            else:
-                assert isinstance(run.step, SgdStep)
-                task = partial(sgd_update, state, grad[start:stop], weight[start:stop], run.step)
+            update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
+            task = partial(update, state, grad[start:stop], weight[start:stop], step, taken=taken)
             self.workers.submit(partial(self._work, part, task, left))
 
     def _work(self, part: Part, task: Callable[[], None], left: Countdown) -> None:
@@ -236,15 +230,21 @@ class HostUpdates:
     def _finish(self, staged: Staged, weight: Tensor) -> None:
         part = staged.job.part
         part.leave()
+        with self._showing:
+            if not part.holding:
+                self._show(part, weight)
+            self.arena.give(staged.stage, part.ready)
+            self._busy.release()
+            part.done.set()
+
+    def _show(self, part: Part, weight: Tensor) -> None:
+        """Send new weights to where the next forward finds them."""
         moved = [
             (t, weight[at : at + n])
             for t, (at, n), used in zip(part.targets, part.spans, part.used, strict=True)
             if used and not part.paged
         ]
-        part.ready = self.copies.back([t for t, _ in moved], [w for _, w in moved])
-        self.arena.give(staged.stage, part.ready)
-        self._busy.release()
-        part.done.set()
+        part.ready = self.copies.back([t for t, _ in moved], [w for _, w in moved], part.free)
 
     def _fail(self, part: Part | None, error: BaseException) -> None:
         """Keep an error for the training thread, and wake whoever waits for what will not come."""
@@ -280,9 +280,21 @@ class HostUpdates:
             self._redo(waiting, scale)
         else:
             self.counts["early"] += 1
+            self._let_go(waiting)
         for part in waiting:
             self._count(part)
         self.go_on()
+
+    def _let_go(self, parts: Sequence[Part]) -> None:
+        """The step has come: new weights may show. See [Note: a step ahead]."""
+        free = self.copies.here()
+        for part in parts:
+            if part.holding:
+                assert part.held is not None
+                with self._showing:
+                    part.holding, part.free = False, free
+                    if part.done.is_set():
+                        self._show(part, part.held)
 
     def step(self, parts: Sequence[Part]) -> None:
         """Update stepped parts now, from the gradients that their parameters show."""
@@ -314,7 +326,7 @@ class HostUpdates:
             if part.taken is not None and part.taken != part.stretches(1.0):
                 raise StateError(
                     f"hyperparameters of `{part.params[0].name}` changed between backward and "
-                    "optimizer.step(), and the update "
+                    "optimizer.step() (with sync=Delayed() between forward and it), and the update "
                     "has begun with the old ones. Change them after the step, as LR schedulers do."
                 )
 
@@ -330,13 +342,8 @@ class HostUpdates:
         self.counts["undone"] += 1
         for part in parts:
             self.wait(part)
-            assert part.taken is not None
-            assert part.flat is not None
-            part.ready.wait_on_host()
-            with part.lent(write=True):
-                for run in part.taken:
-                    take_back(part, part.flat[: part.numel].cpu(), run)
-            self._start(part, scale)
+        for part in reversed(parts):
+            self._start(part, scale, undo=True)
 
     @property
     def pending(self) -> bool:
@@ -356,16 +363,20 @@ class HostUpdates:
                         "backward whose gradients are not "
                         "wanted inside run.no_sync(), or pass a finite clip_norm and Offload(undo=True)."
                     )
+                self._start(part, None, undo=True)
+                self.wait(part)
                 part.ready.wait_on_host()
-                with part.lent(write=True):
-                    for run in part.taken:
-                        take_back(part, part.flat[: part.numel].cpu(), run)
-                    if (master := part.rows.master) is not None:
-                        part.ready = self.copies.back(
-                            part.rows_of_weights(), [master[at : at + n] for at, n in part.spans]
-                        )
-                        part.ready.wait_on_host()
             part.flat = part.squares = part.taken = None
+
+    def wind_up(self) -> None:
+        """Nothing follows: drop the gradient of a backward without a step, and wait for all that was begun.
+        What was begun a step ahead and cannot be taken back stands, as if its step had been."""
+        ahead = [part for part in self.parts if part.holding and part.flat is None]
+        self._let_go(ahead)
+        for part in ahead:
+            self._count(part)
+        self.discard(self.parts)
+        self.settle()
 
     # ------------------------------------------------------------------ forward
 

@@ -66,7 +66,7 @@ class Keeper:
             targets = targets_of(runtime, self.model, manifest, company, strict)
         except CheckpointError as error:
             raise CheckpointError(f"{path} does not fit this run: {error}") from error
-        runtime.settle_host()
+        runtime.settle()
         runtime.transport.fence()  # peers have read the rows that are about to change
         try:
             loaded = load(path, Snapshot(targets.held), peers, strict)

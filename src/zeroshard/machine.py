@@ -25,9 +25,13 @@ class Machine:
     - `pcie`: bytes a second between host and device, each way. `link`: between devices of a node.
       `network`: a device's share of what its node sends to others. `disk_rate`: bytes a second that a node's
       disk reads or writes.
-    - `node`: devices of one node. `latency`: seconds that an exchange takes beside its bytes.
+    - `node`: devices of one node. `cores`: of the host, for each device. `latency`: seconds that an exchange
+      takes beside its bytes.
     - `workspace`: bytes that the device's matrix products keep for themselves; `margin`: what its allocator
       takes beside what is asked of it, as a share. Measured (see `measure`), and zero where nothing was.
+    - `gap`: seconds that a kernel of the device takes beside its work. `launch`: seconds of the training
+      thread to have one launched; `hand`: what each share of an update that is handed to a thread of the host
+      takes from it, because the interpreter runs one thread at a time.
     - `gpu`: whether a trace has the kernels of a GPU, or those of the CPU.
     """
 
@@ -42,8 +46,12 @@ class Machine:
     host_rate: float = 200e9
     disk_rate: float = 3e9
     node: int = 8
+    cores: int = 16
     efficiency: float = 0.6  # fitted to runs on an H200
     latency: float = 20e-6
+    gap: float = 5e-6
+    launch: float = 38e-6  # as `hand`: fitted to runs on an H200
+    hand: float = 280e-6
     margin: float = 0.0
     workspace: int = 0
     source: str = ""

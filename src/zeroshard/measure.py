@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -28,11 +29,12 @@ from .machine import Machine
 from .native import AdamRows, AdamStep, Workers, adam_update, usable_cores
 from .traffic import Traffic
 
-FORMAT = 2
+FORMAT = 3
 
 
 def here(device: torch.device, again: bool = False) -> Machine:
-    """This machine, from the cache or measured (under a second on a CPU, some seconds on a GPU)."""
+    """This machine, from the cache or measured (under a second on a CPU; on a GPU some seconds, and up to
+    2 GiB of it, which are given back)."""
     path = cache_folder() / f"machine-{_identity(device)}.json"
     if not again:
         try:
@@ -41,7 +43,12 @@ def here(device: torch.device, again: bool = False) -> Machine:
                 return Machine(**told)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # none, or one of another version: measured anew
-    found = _measured_gpu(device) if device.type == "cuda" else _measured_cpu()
+    if device.type == "cuda":
+        found = _measured_gpu(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        found = _measured_cpu()
     _keep(path, asdict(found))
     return found
 
@@ -196,9 +203,12 @@ class _Layer(nn.Module):
         return result
 
 
-def _layer_rate(rows: int, width: int, dtype: torch.dtype, device: torch.device, memory_rate: float) -> float:
+def _layer_rate(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device, memory_rate: float, gap: float
+) -> float:
     """Operations a second of the matrix products in forward and backward of a block: its time without what
-    all else takes to read and write. On a GPU over so many rows that launching it is no part of the time."""
+    all else takes to read and write, and without gaps. On a GPU over so many rows that launching it is no
+    part of the time."""
     layer = _Layer(width).to(device, dtype)
     x = torch.randn(rows, width, width, device=device, dtype=dtype, requires_grad=True)
 
@@ -209,15 +219,87 @@ def _layer_rate(rows: int, width: int, dtype: torch.dtype, device: torch.device,
     with Traffic() as cost:
         once()
     seconds = _seconds(once, device)
-    rate: float = cost.flops / max(seconds - cost.moved / memory_rate, seconds / 2)
+    rest = cost.moved / memory_rate + cost.kernels * gap
+    rate: float = cost.flops / max(seconds - rest, seconds / 2)
     return rate
+
+
+class _Small:
+    """A stack of blocks so small that calling their operations takes longer than running them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._layers = nn.Sequential(*(_Layer(64) for _ in range(8))).to(device)
+        self._x = torch.randn(1, 8, 64, device=device, requires_grad=True)
+        self.device = device
+        self.step()
+        with Traffic() as cost:
+            self.step()
+        self.kernels = cost.kernels
+
+    def step(self) -> None:
+        self._layers(self._x).sum().backward()
+
+    def seconds(self, repeats: int = 5) -> float:
+        """Of one step."""
+        return _seconds(self.step, self.device, repeats)
+
+
+def _hand(small: _Small, threads: int) -> float:
+    """Seconds by which each share that is handed to a thread holds up one that calls operations: both want
+    the interpreter. Shares as large as the smallest of a real update."""
+    rows, workers = AdamRows.zeros(2**16 * threads), Workers(threads)
+    grad = torch.zeros(2**16 * threads)
+    weight, step, handed, going = torch.zeros_like(grad), AdamStep(lr=1e-3, step=1), 0, True
+
+    def chunk(start: int, stop: int) -> None:
+        adam_update(rows, grad[start:stop], weight[start:stop], step, start=start, stop=stop)
+
+    def updates() -> None:
+        nonlocal handed
+        while going:
+            workers.spread(2**16 * threads, 2**16, chunk)
+            handed += threads
+
+    alone = min(small.seconds() for _ in range(3))
+    thread = Thread(target=updates)
+    thread.start()
+    try:
+        before, start = handed, perf_counter()
+        for _ in range(10):
+            small.step()
+        if small.device.type == "cuda":
+            torch.cuda.synchronize(small.device)
+        late = perf_counter() - start - 10 * alone
+        return max(late, 0.0) / max(handed - before, 1)
+    finally:
+        going = False
+        thread.join()
+        workers.close()
+
+
+def _gap(device: torch.device, count: int = 500) -> float:
+    """Seconds that the device takes for a kernel with next to no work, many of them waiting in line."""
+    tiny = torch.zeros(16, device=device)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    best = float("inf")
+    for _ in range(3):
+        torch.cuda._sleep(50_000_000)  # long enough for all of them to be launched meanwhile
+        start.record()
+        for _ in range(count):
+            tiny.add_(1.0)
+        stop.record()
+        torch.cuda.synchronize(device)
+        best = min(best, start.elapsed_time(stop) / 1e3 / count)
+    return best
 
 
 def _measured_cpu() -> Machine:
     device = torch.device("cpu")
+    small = _Small(device)
+    gap = small.seconds() / small.kernels
     full = _matmul_rate(512, torch.float32, device)
     copies = _copy_rate(2**22, device)
-    wide, narrow = (_layer_rate(2, 128, d, device, copies) for d in (torch.float32, torch.bfloat16))
+    wide, narrow = (_layer_rate(2, 128, d, device, copies, gap) for d in (torch.float32, torch.bfloat16))
     return Machine(
         name="this CPU",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -229,6 +311,10 @@ def _measured_cpu() -> Machine:
         network=copies / 2,
         host_rate=_update_rate(2**20),
         node=max(len(usable_cores()), 1),
+        cores=1,
+        gap=gap,
+        launch=0.0,
+        hand=0.0,
         efficiency=min(wide / full, 1.0),
         latency=50e-6,
         source="measured",
@@ -244,8 +330,9 @@ def _measured_gpu(device: torch.device) -> Machine:
     there = torch.empty(2**26, dtype=torch.uint8, device=device)
     pcie = 2**26 / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
     margin, workspace = _allocator(device)
-    memory_rate = _copy_rate(2**28, device)
-    count = max(torch.cuda.device_count(), 1)
+    memory_rate = _copy_rate(2**27, device)
+    count, small = max(torch.cuda.device_count(), 1), _Small(device)
+    cores, gap = max(len(usable_cores()) // count, 1), _gap(device)
     return Machine(
         name=torch.cuda.get_device_name(device),
         memory=torch.cuda.get_device_properties(device).total_memory,
@@ -256,7 +343,11 @@ def _measured_gpu(device: torch.device) -> Machine:
         link=_peer_rate(device) or pcie,
         host_rate=_update_rate(2**26),
         node=count,
-        efficiency=min(_layer_rate(8, 2048, torch.bfloat16, device, memory_rate) / half, 1.0),
+        cores=cores,
+        gap=gap,
+        launch=small.seconds() / small.kernels,
+        hand=_hand(small, max(cores - 2, 1)),
+        efficiency=min(_layer_rate(8, 2048, torch.bfloat16, device, memory_rate, gap) / half, 1.0),
         margin=margin,
         workspace=workspace,
         source="measured",

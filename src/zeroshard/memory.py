@@ -131,7 +131,7 @@ def _host(setup: Setup) -> Buffers:
             disk.append(part.disk_bytes(int8))
         else:
             host += part.state_bytes(int8)
-        host += _landed_bytes(setup, part)
+        host += _beside(setup, part)
     staging = staging_bytes(staged, offload.stages)
     staging += _blocks([part for part in setup.parts if part.paged])
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
@@ -181,9 +181,12 @@ def _parameter_rests(setup: Setup, disk: bool) -> tuple[Rest, ...]:
     return ("device", "host", "disk") if setup.world == 1 and disk else ("device", "host")
 
 
-def _landed_bytes(setup: Setup, part: Part) -> int:
-    """Host memory for gradients that the loop sees."""
-    return 0 if part.native else part.numel * WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
+def _beside(setup: Setup, part: Part) -> int:
+    """Host memory beside a part's state: for gradients that the loop sees, or, where updates may begin a step
+    early, for the weights after them."""
+    if not part.native:
+        return part.numel * WIDTHS[setup.grad_dtypes(part.weights[0])[1]]
+    return part.numel * WIDTHS[part.compute] if setup.behind and not part.paged else 0
 
 
 def _weights_by_unit(setup: Setup) -> Counter[str]:
@@ -202,7 +205,7 @@ def _state_by_unit(setup: Setup, away: bool) -> Counter[str]:
         if part.rest == "disk":  # gradients that the loop sees are not there
             total[part.unit] += part.disk_bytes(int8)
         else:
-            total[part.unit] += part.state_bytes(int8) + _landed_bytes(setup, part)
+            total[part.unit] += part.state_bytes(int8) + _beside(setup, part)
     for b in setup.bundles:
         total[b.unit] += setup.master_bytes(b)
     return total
@@ -227,15 +230,15 @@ def gathered(setup: Setup) -> int:
     """Bytes of the pool's buffers after a training step; see `lending`."""
     sizes = {unit.name: Sizes() for unit in setup.units}
     stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
-    changes = set[int]()
+    changes = list[int]()
     for bundle in setup.bundles:
         if not setup.keeps(bundle):
             sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
             ranks = range(setup.world)
             stage = sum(setup.code_bytes(bundle, r) for r in ranks)
-            if setup.changes:  # one after another, when parameters are handed on
-                changes.add(stage)
+            if setup.changes:
+                changes.append(stage)
             else:
                 stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
@@ -243,4 +246,6 @@ def gathered(setup: Setup) -> int:
     at_once = setup.overlaps and setup.resident  # all are published at once
     most = most_lent(sizes, stages, ahead, at_once)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
-    return lasting + sum(changes) + sum(numel * WIDTHS["float32"] for numel in scratches)
+    # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
+    arriving = sum(changes if setup.overlaps else set(changes))
+    return lasting + arriving + sum(numel * WIDTHS["float32"] for numel in scratches)

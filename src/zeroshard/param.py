@@ -229,6 +229,11 @@ class Bundle:
         if isinstance(self.coded, ChangedRows):
             self.coded.exchange("publish" if self.resident else "gather", self._piece)
 
+    def catch_up(self) -> None:
+        """Add the changes that are on their way to what is believed, which others are about to read."""
+        if isinstance(self.coded, ChangedRows):
+            self.coded.catch_up()
+
     def gather(self, epoch: int) -> None:
         """Start to fetch the peers' rows of this epoch, unless they are here or on their way."""
         stale = self.epoch < epoch

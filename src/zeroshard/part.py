@@ -9,6 +9,7 @@ Tensors of a part (P elements: one bucket's rows on this rank, padded):
   Where the part rests on the disk, it is there only while it is updated: in a berth that `tier.paging` lends.
 - `targets` compute dtype, on the device or the host: this rank's rows of each parameter, which the next
   forward uses. Where they rest on the disk they are a part of the page, and `weights` while it is in memory.
+- `held`    compute dtype, pinned, of parts whose updates may begin a step early: the weights after it.
 
 A part is *overlapped*: updated from its gradient as that lands. Or it is *stepped*: its gradient lands in
 host memory, where the loop sees and may change it, and `optimizer.step()` updates from there (`landing`).
@@ -116,6 +117,9 @@ class Part:
     squares: Tensor | None = None
     used: list[bool] = field(default_factory=list)
     taken: list[Stretch] | None = None  # the update under way or done since the last step
+    held: Tensor | None = None  # host memory for new weights that must not show yet; see `host`
+    holding: bool = False  # an update under way or done leaves its weights there
+    free: Mark = field(default_factory=Mark)  # from when on `targets` may be written
     ready: Mark = field(default_factory=Mark)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -197,11 +201,18 @@ class Part:
     def _array(self, name: str) -> Array:
         return self.form.arrays(self.numel)[name]
 
-    def rows_of_weights(self) -> list[Tensor]:
-        """The compute weights of each parameter, flat, wherever they are. The state is in memory."""
-        if self.weights is None:
-            return self.targets
-        return [self.weights[at : at + n] for at, n in self.spans]
+    @torch.no_grad()
+    def square_sum(self, flat: Tensor) -> Tensor:
+        """What a gradient adds to the square of the global norm."""
+        if all(self.counted):
+            if self.gaps:  # buckets share wires from stage 2 on: here may be what another one left
+                torch._foreach_zero_([flat[start:stop] for start, stop in self.gaps])
+            whole: Tensor = torch.linalg.vector_norm(flat[: self.numel], dtype=torch.float32)
+            return whole.square()
+        rows = [flat[at : at + n] for (at, n), counts in zip(self.spans, self.counted, strict=True) if counts]
+        return torch.stack(
+            [torch.linalg.vector_norm(r, dtype=torch.float32).square() for r in rows] or [flat.new_zeros(())]
+        ).sum()
 
     # ------------------------------------------------------------------ steps
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .bucket import Sink
+from .bucket import EarlySink, Sink
 from .codec import Compression
 from .comm import Transport
 from .config import Options
@@ -29,11 +30,12 @@ from .native.abi import BLOCK
 from .param import Bundle, OnDiskRows
 from .part import OnDisk, PagedMaster, Part
 from .placement import Place, Rest
+from .policy import delays
 from .pool import Ledger
 from .routes import bucket_limit, codec_for
 from .shard import Faces, Master, Param, SplitMaster
 from .step import rows_suffice
-from .tier import Arena, Copies, Page, Paging, Scratch, Streaming, Stretch
+from .tier import Arena, Copies, Page, Paging, Scratch, Streaming, Stretch, pinned
 from .units import Tenant
 
 
@@ -54,6 +56,24 @@ class Plot:
     master: Tensor | None = None
     disk: OnDisk | None = None
     targets: list[Tensor] = field(default_factory=list)
+
+
+class PartSink(EarlySink):
+    """Hands the gradient of a part that holds its weights back to the host's updates."""
+
+    def __init__(self, host: Host, part: Part) -> None:
+        self._host, self._part = host, part
+
+    def __call__(self, flat: Tensor, used: list[bool]) -> None:
+        self._host.accept(self._part, flat, used)
+
+    @property
+    def idle(self) -> bool:
+        return self._part.done.is_set()
+
+    def wait(self) -> None:
+        assert self._host.updates is not None
+        self._host.updates.wait(self._part)
 
 
 class Host:
@@ -258,8 +278,17 @@ class Host:
             self.parts.append(part)
             self._optimizer_of[id(part)] = plot.optimizer
             if landing is None:
-                result[plot.names[0]] = lambda flat, used, part=part: self._accept(part, flat, used)  # type: ignore[misc]
+                result[plot.names[0]] = self._sink(part)
         return result
+
+    def _sink(self, part: Part) -> Sink:
+        """Weights on the disk show as soon as their page is written, so nothing of them can be held back."""
+        if not delays(self.options.sync) or part.paged:
+            return partial(self.accept, part)
+        nbytes = part.numel * part.weight_dtype.itemsize
+        part.held = pinned(nbytes, self.copies.device).view(part.weight_dtype)
+        self.ledger.book("host", nbytes)
+        return PartSink(self, part)
 
     def _landing(self, plot: Plot, members: list[Param], dtype: torch.dtype, faces: Faces) -> HostGradients:
         """Host memory for gradients that the loop sees."""
@@ -289,7 +318,8 @@ class Host:
             for home, grad in held:
                 home.grad = grad
 
-    def _accept(self, part: Part, flat: Tensor, used: list[bool]) -> None:
+    def accept(self, part: Part, flat: Tensor, used: list[bool]) -> None:
+        """The reduced gradient of a part has landed."""
         assert self.updates is not None
         self.updates.accept(part, flat, used)
 
@@ -366,6 +396,10 @@ class Host:
                         key: value.to(param.leaf.device, copy=True) if value.dim() else value
                         for key, value in part.shown(index, moments).items()
                     }
+
+    def update_counts(self) -> dict[str, int]:
+        """Steps by how the host's updates ran."""
+        return dict(self.updates.counts) if self.updates is not None else {}
 
     def start(self) -> None:
         """Make the staging ring and the threads, sized by the parts."""

@@ -33,8 +33,8 @@ class Candidate:
     - `recompute`: how many units are recomputed, of `units`. `lean`: small buckets, nothing gathered ahead.
     - `device`: bytes at the fullest moment, which is `where`, made of `kinds`. `host`, `disk`: bytes of one
       rank there. `lasting`: what a run books, by the kinds of `run.stats()`.
-    - `sent`: bytes that a rank sends in a step, by kind. `seconds`: an estimate of the step's parts;
-      `step`: of the whole.
+    - `sent`: bytes that a rank sends in a step, by kind; `between`: of those, to other nodes.
+      `seconds`: an estimate of the step's parts; `step`: of the whole.
     - `settings`: the options of `shard`, all of them, as plain data. `places`: where every unit rests (the
       fields of a `Place`), where that is decided unit by unit.
     """
@@ -58,6 +58,7 @@ class Candidate:
     disk: int = 0
     numerics: Numerics = "exact"
     places: list[list[Any]] = field(default_factory=list)
+    between: dict[str, int] = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement | None:
@@ -206,7 +207,7 @@ class Plan:
 
     def _text(self, wide: bool, shown: tuple[Candidate, ...] | list[Candidate]) -> Group:
         table = Table(title=self.title, title_justify="left", pad_edge=False)
-        disk = any(one.disk for one in shown)
+        disk, nodes = any(one.disk for one in shown), any(any(one.between.values()) for one in shown)
         left = ("plan", "fits", "fullest at", "numerics")
         more = ["fullest at", "numerics"] if wide else []
         for name in (
@@ -216,6 +217,7 @@ class Plan:
             "host",
             *(["disk"] if disk else []),
             "sent",
+            *(["to other nodes"] if nodes else []),
             "step, est.",
             *more,
         ):
@@ -229,6 +231,7 @@ class Plan:
                 show_bytes(one.host),
                 *([show_bytes(one.disk)] if disk else []),
                 show_bytes(sum(one.sent.values())),
+                *([show_bytes(sum(one.between.values()))] if nodes else []),
                 f"{one.step:.3g} s" if one.step else "–",
                 *([one.where, one.numerics] if wide else []),
                 style="bold" if mark == "chosen" else "",

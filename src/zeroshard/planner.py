@@ -15,12 +15,13 @@ from functools import cached_property
 
 from .balance import heaviest, imbalance
 from .config import Offload, Options, Precision, Stage, Tier
+from .crossing import sent_by_rank
 from .division import NATIVE
 from .errors import OptionError, PlanError
 from .machine import Machine
 from .memory import Setup
 from .plan import PLACINGS, Candidate, Placing, settings_of
-from .pricing import seconds_of, sent_by_rank
+from .pricing import seconds_of
 from .shapes import WIDTHS, Block, Buffers, Rule
 from .timeline import Moment, Segment, peak_of, step_moments
 
@@ -386,12 +387,9 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
     setup = question.setup(options)
     segments = question.segments(options) if segments is None else segments
     peak = fullest(question, setup, segments)
-    sent = sent_by_rank(setup)
-    seconds = seconds_of(setup, segments, question.machine, question.ranks_per_node, sent)
-    precision = options.precision
-    offload = options.offload
-    rounds = precision is not None and precision.numerics != "exact"
-    rounds = rounds or (offload is not None and offload.numerics != "exact")
+    sent = sent_by_rank(setup, question.ranks_per_node)
+    seconds = seconds_of(setup, segments, question.machine, sent)
+    precision, offload = options.precision, options.offload
     lean = (
         options.prefetch < question.options.prefetch or options.bucket_bytes < question.options.bucket_bytes
     )
@@ -406,15 +404,16 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
         peak.where,
         peak.kinds,
         setup.held.host_bytes,
-        sent,
+        sent.total,
         seconds.parts,
         seconds.step,
         _fits(question, peak.total, setup.held),
         settings_of(options),
         asdict(setup.held),
         setup.held.disk,
-        "rounding" if rounds else "exact",
+        options.numerics,
         [list(asdict(place).values()) for place in setup.places] if offload and offload.automatic else [],
+        sent.between,
     )
 
 

@@ -45,7 +45,8 @@ class Delayed:
     work as ever, one step behind; in the first step `p.grad` is None and the update does nothing. The
     reduction of each bucket has from its send in one backward to the same place in the next: a whole step.
     Costs a wire of the whole gradient and one more piece a rank. One backward a step: accumulate under
-    `run.no_sync()`.
+    `run.no_sync()`. With `offload=` and `clip_norm=` the host's update begins in the forward of the step that
+    applies it, for one more copy of a rank's rows in host memory.
 
     `warmup_steps`: so many updates at first use the gradient of their own step, exactly as `EveryStep` does:
     early in training a gradient ages fastest. The step after them is the one whose update does nothing.
@@ -187,6 +188,13 @@ Sync = EveryStep | Delayed | Local | Adaptive
 def local_steps(sync: Sync) -> bool:
     """Whether ranks may train apart."""
     return any(isinstance(part, Local) for part in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
+
+
+def delays(sync: Sync) -> bool:
+    """Whether gradients may be applied a step late."""
+    return any(
+        isinstance(part, Delayed) for part in (sync.choices if isinstance(sync, Adaptive) else (sync,))
+    )
 
 
 def codec_choices(sync: Sync) -> bool:

@@ -7,11 +7,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .codec import Codec, LowRank
+from .codec import Codec, Delta, LowRank
+from .crossing import Sent
 from .machine import Machine
 from .memory import Setup
-from .shapes import WIDTHS, Bucket
+from .shapes import WIDTHS
 from .timeline import Segment
+
+SHARE, GRAIN = (
+    1 << 22,
+    1 << 16,
+)  # elements that a thread updates at a time, at most and at least, as in `host`
+RECOMPUTED = 65  # launches that take Python as long as a checkpoint takes beside the kernels inside it
+# Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
+# on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
+SLOWER: dict[bool, dict[str, tuple[float, float]]] = {
+    True: {"OneBit": (10.1, 5.9), "TopK": (38.8, 1.5)},
+    False: {"TopK": (6.2, 2.1)},
+}
 
 
 @dataclass(frozen=True)
@@ -23,56 +36,14 @@ class Seconds:
     step: float
 
 
-def sent_by_rank(setup: Setup) -> dict[str, int]:
-    """Bytes that a rank sends in a step on average: pieces to the other N - 1. Padding, flags and
-    agreements are left out; of a codec for rows, all rows count."""
-    if setup.world == 1:
-        return {}
-    others = setup.world - 1
-    reduced = sum(_travels(b, b.wire) for b in setup.buckets) * others // setup.world
-    if setup.options.stage == 0:
-        back = [b for b in setup.buckets if not isinstance(b.codec, LowRank)]  # factors go to all already
-        return {"reduce": reduced + sum(_travels(b, b.landed) for b in back) * others // setup.world}
-    size, gather = {unit.name: 0 for unit in setup.units}, setup.options.gather
-    published = 0
-    for bundle in setup.bundles:
-        numel = sum(slot.numel for slot in bundle.slots if slot.split != "copy")
-        coded = gather is not None and setup.codes(bundle)
-        moved = gather.wire_bytes(numel) if gather and coded else numel * WIDTHS[bundle.compute]
-        if setup.keeps(bundle):
-            published += moved
-        else:
-            size[bundle.unit] += moved
-    sent = {"reduce": reduced}
-    if published or setup.resident:
-        sent["publish"] = published * others // setup.world
-    if not setup.resident:
-        kept = size[setup.units[0].name] + (size[setup.units[-1].name] if len(setup.units) > 1 else 0)
-        sent["gather"] = (2 * sum(size.values()) - kept) * others // setup.world
-    return sent
-
-
-def _travels(bucket: Bucket, dtype: str) -> int:
-    """Bytes of a bucket's whole gradient on its way."""
-    codec, numel = bucket.codec, sum(w.numel for w in bucket.weights)
-    if isinstance(codec, LowRank):
-        return 2 * WIDTHS["float32"] * sum(sum(codec.factors(w.shape)) for w in bucket.weights)
-    return codec.wire_bytes(numel) if isinstance(codec, Codec) else numel * WIDTHS[dtype]
-
-
-def seconds_of(
-    setup: Setup, segments: Sequence[Segment], machine: Machine, ranks_per_node: int, sent: dict[str, int]
-) -> Seconds:
+def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent: Sent) -> Seconds:
     """Communication, copies and the overlapped host update run beside the computation, except for gathers
     that nothing announces (`prefetch=0`) and transports that this thread drives (shared memory)."""
-    work = sum(s.flops + (s.back or s.flops * (3 if setup.recomputes(s.unit) else 2)) for s in segments)
-    narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
-    compute = work / ((machine.half if narrow else machine.full) * machine.efficiency)
-    compute += sum(s.moved for s in segments) / machine.memory_rate
-    rate = machine.link if setup.world <= ranks_per_node else machine.network
-    exchange = sum(sent.values()) / rate + _messages(setup) * machine.latency
-    alone = exchange if not setup.overlaps else sent.get("gather", 0) / rate if not _ahead(setup) else 0.0
-    parts = {"compute": compute, "exchange": exchange}
+    compute = _compute(setup, segments, machine) + (coding := _coding(setup, machine))
+    exchange = _exchange(setup, machine, sent)
+    gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
+    alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
+    parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
     beside = {"compute": compute, "exchange": exchange - alone}
     held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.bundles), default=4)
     touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
@@ -80,21 +51,102 @@ def seconds_of(
     last = 0.0  # what comes after all that runs side by side
     if touched["device"]:
         parts["update"] = last = touched["device"] / machine.memory_rate
-    away = held["host"] + held["disk"]
+    away, each = held["host"] + held["disk"], sent.each
     if away or setup.streamed:
         streamed = sum(b.body(setup.rank) for b in setup.bundles if setup.streams(b))
         # Gradients go out while weights come in; streamed weights come in twice more, forward and backward.
         parts["copies"] = beside["copies"] = (away + 2 * streamed) * width / machine.pcie
     if away:
-        # The copies of gradients and weights go through the same memory.
-        through = touched["host"] + touched["disk"] + 2 * away * width
-        update = through * ranks_per_node / machine.host_rate
+        update = (touched["host"] + touched["disk"]) * each / machine.host_rate
         parts["host update"] = update
         native = bool(setup.parts) and all(part.native for part in setup.parts)
         beside, last = (beside | {"host update": update}, last) if native else (beside, last + update)
+        if native:
+            beside["compute"] += _awaited(setup, update / away, width / machine.pcie)
     if held["disk"]:
-        parts["disk"] = beside["disk"] = 2 * setup.held.disk * ranks_per_node / machine.disk_rate
+        parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
+    if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
+        parts["interpreter"] = beside["interpreter"] = _interpreter(setup, segments, machine)
     return Seconds(parts, max(beside.values()) + alone + last)
+
+
+def _compute(setup: Setup, segments: Sequence[Segment], machine: Machine) -> float:
+    """Products by their operations, all else by the bytes that it moves, and a gap for every kernel."""
+    work = sum(s.flops + (s.back or s.flops * (3 if setup.recomputes(s.unit) else 2)) for s in segments)
+    narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
+    products = work / ((machine.half if narrow else machine.full) * machine.efficiency)
+    moved, kernels = sum(s.moved for s in segments), sum(s.kernels for s in segments)
+    return products + moved / machine.memory_rate + kernels * machine.gap
+
+
+def _exchange(setup: Setup, machine: Machine, sent: Sent) -> float:
+    """Both links at once, and what every message costs."""
+    inside, between = sent.inside / machine.link, sent.through_port(machine.gpu) / machine.network
+    return max(inside, between) + _messages(setup) * machine.latency
+
+
+def _interpreter(setup: Setup, segments: Sequence[Segment], machine: Machine) -> float:
+    """Python runs one thread at a time: the one that launches kernels, and those that are handed shares of
+    the host's updates."""
+    again = sum(setup.recomputes(segment.unit) for segment in segments)
+    launches = sum(s.kernels for s in segments) + RECOMPUTED * again
+    offload = setup.options.offload
+    threads = (offload.threads if offload else None) or max(machine.cores - 2, 1)
+    shares = sum(-(-part.numel // _share(part.numel, threads)) for part in setup.parts if part.native)
+    return launches * machine.launch + shares * machine.hand
+
+
+def _share(numel: int, threads: int) -> int:
+    """Elements of a part that one thread updates, as in `host`."""
+    return min(SHARE, max(GRAIN, -(-numel // threads)))
+
+
+def _awaited(setup: Setup, update: float, copy: float) -> float:
+    """The round trip of the gradient that lands last, seconds an element: out, updated, and back. The next
+    forward begins with that weight."""
+    first = min((part for part in setup.parts), key=lambda part: min(w.number for w in part.weights))
+    number = min((w.number for unit in setup.units for w in unit.weights if w.trainable), default=0)
+    if all(w.number != number for w in first.weights):
+        return 0.0  # it is updated on the device
+    return first.numel * (update + 2 * copy)
+
+
+def _coding(setup: Setup, machine: Machine) -> float:
+    """Gradients are encoded once and decoded where they land; rows are encoded once and decoded whole, as
+    often as they are gathered."""
+    moved = 0.0
+    for bucket in setup.buckets if setup.reduces else ():
+        if isinstance(bucket.codec, Codec):
+            numel = sum(w.numel for w in bucket.weights)
+            moved += _encoded(bucket.codec, numel, machine.gpu) + _decoded(bucket.codec, numel, machine.gpu)
+        elif isinstance(bucket.codec, LowRank):  # both factors, the product of them, and what was not sent
+            moved += 5 * WIDTHS["float32"] * sum(w.numel for w in bucket.weights)
+    gather = setup.options.gather
+    for bundle in setup.bundles:
+        if gather is not None and setup.codes(bundle):
+            whole = sum(slot.numel for slot in bundle.slots)
+            moved += _encoded(gather, bundle.body(setup.rank), machine.gpu)
+            gathers = 1 if setup.keeps(bundle) or setup.changes else 2
+            moved += gathers * _decoded(gather, whole, machine.gpu)
+    return moved / machine.memory_rate
+
+
+def _encoded(codec: Codec, numel: int, gpu: bool) -> float:
+    """Bytes that take as long to copy as encoding takes: values read, what is kept of them read and written,
+    codes written."""
+    kept = 3 if codec.feedback else 1
+    return (WIDTHS["float32"] * kept * numel + codec.wire_bytes(numel)) * _slowness(codec, gpu)[0]
+
+
+def _decoded(codec: Codec, numel: int, gpu: bool) -> float:
+    """The same for codes read and added to sums."""
+    return (2 * WIDTHS["float32"] * numel + codec.wire_bytes(numel)) * _slowness(codec, gpu)[1]
+
+
+def _slowness(codec: Codec, gpu: bool) -> tuple[float, float]:
+    """How many times longer than a copy of the same bytes it takes to encode and to decode."""
+    inner = codec.codec if isinstance(codec, Delta) else codec
+    return SLOWER[gpu].get(type(inner).__name__, (1.0, 1.0))
 
 
 def _ahead(setup: Setup) -> bool:

@@ -2,7 +2,7 @@
 
 from .api import Run, shard
 from .checkpoint import latest
-from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, TopK
+from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, TopK, TwoBit
 from .config import Offload, Options, Precision
 from .errors import (
     CheckpointError,
@@ -49,6 +49,7 @@ __all__ = [
     "Stats",
     "TierError",
     "TopK",
+    "TwoBit",
     "ZeroShardError",
     "latest",
     "plan",

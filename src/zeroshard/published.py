@@ -7,7 +7,7 @@ afresh, so nothing adds up.
 - `region`  uint8, this rank's code, which peers read.
 - `stage`   uint8, the codes of all other ranks as they arrive; the caller's.
 - `believed` fp32, the pieces of all ranks: with `Delta`, what all ranks take the rows to be. Codes are of the
-  difference, and are added to it once a step, by all ranks together.
+  difference; all ranks start to fetch them at one point of the step, and add them before they look at it.
 - a scratch of fp32 numbers, the length of the longest piece, lent by the pool while a piece is decoded.
 """
 
@@ -24,8 +24,6 @@ from .comm import Transport, Work
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
 from .private import Private, in_wire
-
-SETTLING = 8  # rounds of four bits say all of an fp32 number
 
 
 class CodedRows:
@@ -128,10 +126,12 @@ class ChangedRows(CodedRows):
     at_hand = True
 
     def _begin(self, ledger: Ledger) -> None:
+        self._coming: tuple[Tensor, Work] | None = None  # changes that are not in `believed` yet
         self.believed = torch.zeros(self.pack.wire, device=self.pool.device)
         ledger.book("parameters", self.believed.nbytes)
 
     def _prepare(self, values: Tensor) -> None:
+        self.catch_up()
         values.sub_(self._believed(self.transport.rank))
 
     def _believed(self, rank: int) -> Tensor:
@@ -139,23 +139,53 @@ class ChangedRows(CodedRows):
         return self.believed[at : at + self._bodies[rank]]
 
     def exchange(self, kind: str, piece: Tensor) -> None:
-        """Add the changes of all ranks to what is believed. Every rank calls it once a step, after `encode`.
-        Where nothing is believed yet, as often as it takes to know all."""
-        first = self._turn == 1 and not bool(self.believed.any())
-        for number in range(SETTLING if first else 1):
-            if number:
-                self.transport.fence()  # peers have read the last change
-                self.encode(piece)
-                self.transport.open()
+        """Start to fetch the changes of all ranks. Every rank calls it once a step, after `encode`. Where
+        nothing is believed yet, the rows travel as they are."""
+        if self._turn == 1 and not bool(self.believed.any()):
+            self._settle(kind, piece)
+            return
+        stage = self.pool.take(self.stage_bytes, torch.uint8, self)
+        self._coming = stage, self.fetch(kind, stage)
+        if not self.transport.overlaps:
+            self.catch_up()
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Add to what is believed the changes that are on their way."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        stage, work = coming
+        work.wait()
+        for rank, size in enumerate(self._sizes):
+            if size:
+                values = self._believed(rank)
+                self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+        self.pool.give(stage)
+
+    def _settle(self, kind: str, piece: Tensor) -> None:
+        """Make what is believed the rows themselves: their bytes, in as many parts as a code has room for."""
+        bodies, sizes = self._bodies, self._sizes
+        scratch, own = self._take(), self.transport.rank
+        raw = scratch[: bodies[own]].copy_(piece[: bodies[own]]).view(torch.uint8)
+        parts = max(-(-4 * numel // size) for numel, size in zip(bodies, sizes, strict=True) if size)
+        for number in range(parts):
+            self.transport.fence()  # peers have read the last part
+            part = raw[number * sizes[own] : (number + 1) * sizes[own]]
+            self.region.mine[: part.numel()].copy_(part)
+            self.transport.open()
             stage = self.pool.take(self.stage_bytes, torch.uint8, self)
             self.fetch(kind, stage).wait()
-            for rank, size in enumerate(self._sizes):
+            for rank, size in enumerate(sizes):
                 if size:
-                    values = self._believed(rank)
-                    self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+                    whole = self._believed(rank).view(torch.uint8)
+                    into = whole[number * size : (number + 1) * size]
+                    into.copy_(self._code(rank, stage)[: into.numel()])
             self.pool.give(stage)
+        self.pool.give(scratch)
 
     def spread(self, stage: Tensor | None, out: Sequence[Sequence[Tensor]]) -> None:
+        self.catch_up()
         for rank, rows in enumerate(out):
             values = self._believed(rank)
             torch._foreach_copy_(

@@ -93,6 +93,7 @@ class Runtime:
             self._bring(unit)
             self._active += 1
             if self._task is None:
+                self.pace.advance()
                 unit.follow_homes()
                 unit.stand_leaves()
                 self._trace.append(unit)
@@ -140,7 +141,7 @@ class Runtime:
             raise StateError("this run is closed; call zs.shard() again to train on.")
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._abandon()
-        if self._task is None:
+        if self._task is None and not self._ahead:
             self._refuse_pending()
         self.publish()
 
@@ -182,12 +183,13 @@ class Runtime:
     def _fetch(self, unit: LiveUnit) -> None:
         if unit.parts and self._host_updates is not None and self._task is None:
             for part in unit.parts:
-                self._host_updates.wait(part)
+                if not part.holding:
+                    self._host_updates.wait(part)
         for bundle in unit.bundles:
             bundle.gather(self._epoch)
         if self._overlaps:
             for ahead in self._upcoming(unit):
-                if all(part.done.is_set() for part in ahead.parts):
+                if all(part.holding or part.done.is_set() for part in ahead.parts):
                     for bundle in ahead.bundles:
                         bundle.gather(self._epoch)
         for bundle in unit.bundles:
@@ -350,6 +352,11 @@ class Runtime:
     def _host_updates(self) -> HostUpdates | None:
         return self.host.updates if self.host is not None else None
 
+    @property
+    def _ahead(self) -> bool:
+        """Whether the host is at a step whose backward has yet to end: see [Note: a step ahead] in `host`."""
+        return self.pace.begun and self._settled
+
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
         self._stale = self._rewritten = True
@@ -363,7 +370,7 @@ class Runtime:
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """`zero_grad` also drops what was accumulated without synchronisation, and what is on its way to
         the host."""
-        if self._host_updates is not None and self._host_updates.pending:
+        if self._host_updates is not None and self._host_updates.pending and not self._ahead:
             assert self.host is not None
             self._host_updates.discard(
                 self.host.parts if optimizer is None else self.host.parts_of(optimizer)
@@ -405,28 +412,21 @@ class Runtime:
         for part in parts:
             unit_of[id(part.params[0])].parts.append(part)
 
-    def update_counts(self) -> dict[str, int]:
-        """Steps by how the host's updates ran."""
-        return dict(self._host_updates.counts) if self._host_updates is not None else {}
-
-    def take_loaded(self, optimizer: Optimizer, given: dict[str, Any]) -> None:
-        """After `optimizer.load_state_dict(given)`."""
-        if self.host is not None:
-            self.host.take_loaded(optimizer, given)
-
-    def settle_host(self) -> None:
-        """Wait until the host has done all it was asked to."""
+    def settle(self) -> None:
+        """Wait until all that was begun is in its place: what the host updates, and changes that travel."""
+        for bundle in self.bundles:
+            bundle.catch_up()
         if self._host_updates is not None:
             self._refuse_pending()
             self._host_updates.settle()
 
     def _refuse_pending(self) -> None:
         """With early updates, weights and state are neither old nor new between backward and step."""
-        if self._host_updates is not None and self._host_updates.pending:
+        if self._host_updates is not None and (self._host_updates.pending or self.pace.begun):
             raise StateError(
                 "parameters and optimizer state cannot be used between backward and optimizer.step(): with "
-                "offload and clip_norm their update has begun. Do it after the step, or drop the gradients "
-                "with zero_grad() first."
+                "offload and clip_norm their update has begun (with sync=Delayed() in forward). Do it after "
+                "the step, or drop the gradients with zero_grad() first."
             )
 
     def close(self) -> None:
@@ -434,8 +434,7 @@ class Runtime:
         self.closed = True
         if self._host_updates is not None:
             try:
-                self._host_updates.discard(self._host_updates.parts)
-                self._host_updates.settle()
+                self._host_updates.wind_up()
             except BaseException:
                 assert self.host is not None
                 self.host.close()

@@ -207,7 +207,7 @@ def snapshot_of(
     # What training uses is quicker than what saves talk over, and this holds training up.
     if runtime.transport.max([float(problem is not None)])[0]:
         refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))
-    runtime.settle_host()
+    runtime.settle()
     held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
     held += [private_held(private, rank) for private in runtime.pace.private()]
     for seat in seats:
@@ -271,10 +271,11 @@ def untimely(runtime: Runtime) -> str | None:
             "drop it with optimizer.zero_grad()"
         )
     updates = runtime.host.updates if runtime.host is not None else None
-    if updates is not None and updates.pending:
+    if updates is not None and (updates.pending or runtime.pace.begun):
         return (
-            "between backward and optimizer.step() the host's updates are under way, so its state is that of "
-            "no step. Call optimizer.step() first, or zero_grad() to drop the gradients"
+            "between backward (with sync=Delayed() forward) and optimizer.step() the host's updates are "
+            "under way, so its state is that of no step. Call optimizer.step() first, or zero_grad() to drop "
+            "the gradients"
         )
     return runtime.pace.untimely()
 

@@ -72,6 +72,7 @@ class _Stretch:
     flops: int = 0
     back: int = 0
     moved: int = 0
+    kernels: int = 0
     order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
     levels: list[int] = field(
         default_factory=list
@@ -97,6 +98,7 @@ class _Stretch:
             source.flops,
             source.back,
             source.moved,
+            source.kernels,
             order,
             tuple(source.levels),
         )
@@ -305,12 +307,13 @@ class Tracer:
         return total
 
     def _worked(self, flops: int, moved: int) -> None:
+        stretch = self._backward or self._stretches[-1]
         if self._backward is None:
-            self._stretches[-1].flops += flops
-            self._stretches[-1].moved += moved
+            stretch.flops += flops
         else:
-            self._backward.back += flops
-            self._backward.moved += moved
+            stretch.back += flops
+        stretch.moved += moved
+        stretch.kernels += bool(flops or moved)
 
     def _pack(self, tensor: Tensor) -> Any:
         stretch = self._backward or self._stretches[-1]

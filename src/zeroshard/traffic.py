@@ -61,15 +61,17 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class Traffic(TorchDispatchMode):
-    """While active, sums what operations cost: `flops` and `moved`."""
+    """While active, sums what operations cost: `flops` and `moved`; `kernels`: how many cost anything."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops: int = 0
         self.moved: int = 0
+        self.kernels: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         flops, moved = cost(func, args, kwargs or {}, result)
         self.flops, self.moved = self.flops + flops, self.moved + moved
+        self.kernels += bool(flops or moved)
         return result

@@ -3,7 +3,7 @@
 from .coded import CodedBucket
 from .desk import Desk
 from .lowrank import LowRankBucket
-from .plain import Bucket, Sink
+from .plain import Bucket, EarlySink, Sink
 from .rows import RowsBucket
 
-__all__ = ["Bucket", "CodedBucket", "Desk", "LowRankBucket", "RowsBucket", "Sink"]
+__all__ = ["Bucket", "CodedBucket", "Desk", "EarlySink", "LowRankBucket", "RowsBucket", "Sink"]

@@ -17,6 +17,7 @@ how many ranks used each parameter, at no extra message. A rank that used it its
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -34,6 +35,23 @@ from ..shard import Faces, Param
 # Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
 # `host`.
 Sink = Callable[[Tensor, list[bool]], None]
+
+
+class EarlySink(ABC):
+    """A sink that may be given a gradient before the backward of the step that applies it: what it makes of
+    it is held back until then."""
+
+    @abstractmethod
+    def __call__(self, flat: Tensor, used: list[bool]) -> None: ...
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether it has done with the gradient before, whose memory the next one takes."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until it has."""
 
 
 _grad, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")

@@ -8,6 +8,7 @@ from zeroshard.codec.lowrank import LowRank
 from zeroshard.codec.onebit import OneBit
 from zeroshard.codec.rows import Rows
 from zeroshard.codec.topk import TopK
+from zeroshard.codec.twobit import TwoBit
 
 __all__ = [
     "Cast",
@@ -20,5 +21,6 @@ __all__ = [
     "OneBit",
     "Rows",
     "TopK",
+    "TwoBit",
     "from_settings",
 ]

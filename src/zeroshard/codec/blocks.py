@@ -3,7 +3,8 @@
 [Note: layout of blocks]
 First the scales, bf16, one for each block; then the bytes of all blocks, each block's after the other's. The
 values of a block lie in planes: with four bits a value, the first half of a block has the low bits of its
-bytes, the second half the high ones; with one bit, the first eighth has bit 0. So neighbours in a register
+bytes, the second half the high ones; with two bits, the first quarter has bits 0 and 1; with one, the first
+eighth has bit 0. So neighbours in a register
 stay neighbours, and packing vectorises everywhere. The last block may be short; its planes are then as long
 as it needs, and what is left of the last one is zero.
 """
@@ -26,6 +27,7 @@ from zeroshard.native.codes import Blocks
 NAN = 0x7FC0  # the bits of a bf16 scale that says: not all finite
 MAGNITUDE = 0x7FFFFFFF
 HUGE = 254 << 23  # the bits of 2**127: sizes from here on count as overflowed
+_LANES = 16
 
 
 class Run(NamedTuple):
@@ -148,3 +150,20 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
 def wide(scales: Tensor) -> Tensor:
     """The bits of bf16 numbers as fp32 numbers."""
     return (scales.to(torch.int32) << 16).view(torch.float32)
+
+
+def mean_scale(values: Tensor) -> Tensor:
+    """The bits of each row's mean magnitude in bf16, as int32. Value i is added to lane i mod 16, and the
+    lanes are folded in halves: an order that every device can keep to."""
+    count = values.shape[1]
+    filled = torch.nn.functional.pad(values.abs(), (0, -count % _LANES)).view(len(values), -1, _LANES)
+    lanes = filled[:, 0].clone()
+    for index in range(1, filled.shape[1]):
+        lanes += filled[:, index]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    total = lanes.view(torch.int32)
+    mean = (lanes * (1.0 / count)).view(torch.int32)
+    nearest = (mean + 0x7FFF + ((mean >> 16) & 1)) >> 16
+    return torch.where((total >= 0) & (total < HUGE), nearest, NAN)

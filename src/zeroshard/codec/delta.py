@@ -21,7 +21,7 @@ class Delta(Codec):
     All ranks keep what they believe the parameters to be (4 bytes a parameter on every rank, also at stage
     3), and add what arrives to it. A change is small, so that four bits say much more of it than of the
     weight itself, and what they lose is in the next change: errors do not add up. Rows travel once a step,
-    however often a unit is gathered. The first time they go in eight parts, as many bytes as they are.
+    however often a unit is gathered. The first time they go as they are.
 
     >>> Delta().wire_bytes(1024) == Int4(block=32, feedback=False).wire_bytes(1024)
     True
@@ -35,8 +35,8 @@ class Delta(Codec):
         if not fits or self.codec.state_names or not self.codec.active(0):
             raise OptionError(
                 f"Delta({self.codec!r}): a codec is needed that keeps nothing and does not warm up, because "
-                "what it loses is in the next change. Pass zs.Int4(feedback=False), zs.Int8() or "
-                "zs.Cast(...)."
+                "what it loses is in the next change. Pass zs.Int4(feedback=False), "
+                "zs.TwoBit(feedback=False), zs.Int8() or zs.Cast(...)."
             )
 
     def wire_bytes(self, numel: int) -> int:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.codec.base import Codec, check_freeze, check_steps, check_warmup
-from zeroshard.codec.blocks import HUGE, NAN, Blocked, Run, pack, unpack, wide
+from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
+from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
-
-_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class OneBit(Blocked):
 
     What was not sent is kept and sent later (error feedback; 4 bytes a parameter of state). The first
     `warmup_steps` steps travel as they are, or through the codec `warmup`, e.g. ``Int4()``: signs serve once
-    the optimizer's second moments have settled.
+    the optimizer's second moments have settled. `feedback` is to be turned off for changes of parameters
+    only: ``gather=Delta(OneBit(feedback=False, warmup_steps=0))``.
 
     `freeze`: Adam's second moments stay as the warm-up leaves them (as in 1-bit Adam). Without it they follow
     what arrives, which says the same size of all values of a block. For Adam and AdamW; 4 more bytes a
@@ -37,18 +37,17 @@ class OneBit(Blocked):
     warmup_steps: int = 100
     freeze: bool = False
     warmup: Codec | None = None
+    feedback: bool = True
     numerics: ClassVar[Numerics] = "approximate"
     bits: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps("OneBit", self.warmup_steps)
+        if not isinstance(self.feedback, bool):
+            raise OptionError(f"OneBit(feedback={self.feedback!r}): pass True or False.")
         check_freeze("OneBit", self.freeze, self.warmup_steps)
         check_warmup("OneBit", self, self.warmup, self.warmup_steps)
-
-    @property
-    def feedback(self) -> bool:
-        return True
 
     @property
     def freezes(self) -> bool:
@@ -65,7 +64,7 @@ class OneBit(Blocked):
         return self if self.active(step) else self.warmup
 
     def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
-        scale = _mean(values)
+        scale = mean_scale(values)
         run.scales.copy_(scale.view(-1))
         negative = (values.view(torch.int32) < 0) & (scale != NAN)
         pack(negative.to(torch.uint8), run.packed, 1)
@@ -74,23 +73,6 @@ class OneBit(Blocked):
     def _decode_run(self, run: Run) -> Tensor:
         negative = unpack(run.packed, 1, run.shape[1]).to(torch.bool)
         return _signed(negative, run.scales.view(-1, 1))
-
-
-def _mean(values: Tensor) -> Tensor:
-    """The bits of each row's mean magnitude in bf16, as int32. Value i is added to lane i mod 16, and the
-    lanes are folded in halves: an order that every device can keep to."""
-    count = values.shape[1]
-    filled = torch.nn.functional.pad(values.abs(), (0, -count % _LANES)).view(len(values), -1, _LANES)
-    lanes = filled[:, 0].clone()
-    for index in range(1, filled.shape[1]):
-        lanes += filled[:, index]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    total = lanes.view(torch.int32)
-    mean = (lanes * (1.0 / count)).view(torch.int32)
-    nearest = (mean + 0x7FFF + ((mean >> 16) & 1)) >> 16
-    return torch.where((total >= 0) & (total < HUGE), nearest, NAN)
 
 
 def _signed(negative: Tensor, scale: Tensor) -> Tensor:

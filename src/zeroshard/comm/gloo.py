@@ -10,6 +10,7 @@ volume.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 from zeroshard.errors import RankError
 
 from . import bounce, failure
-from .link import LETTERS, Job, Link
+from .link import LETTERS, Job, Link, Messages
 from .sums import sum_pieces
 from .transport import (
     HEAD,
@@ -47,7 +48,10 @@ _HEAD = 1024
 _LABEL = 400
 _ALONE = 1 << 18  # bytes; shorter segments of a gather travel together
 
+_UNREAD = 0xFF
+
 Finish = Callable[[], None]
+Tails = Sequence[ctypes.c_ubyte]
 
 
 class GlooTransport(Transport):
@@ -142,10 +146,10 @@ class GlooTransport(Transport):
         landing = slices(stage, [mine] * (self.size - 1))
         receives = list(zip(self._peers, landing, strict=True)) if mine else []
         sends = [(peer, offered[peer]) for peer in self._peers if pieces[peer]]
-        label = f"its {kind} [{key}]"
+        label, tails = f"its {kind} [{key}]", _tails(receives)
         got, sent = self._link.start(label, f"reduce {wire.lane}", receives, sends)
         sources = [*landing[: self.rank], offered[self.rank], *landing[self.rank :]]
-        move = _Move(self, kind, got, lambda: sum_pieces(out, sources, scale))
+        move = _Move(self, kind, got, lambda: sum_pieces(out, sources, scale), tails)
         self._begin(wire, move, sent)
         self._count_reduce(kind, pieces, wire.mine.element_size())
         return move
@@ -169,8 +173,9 @@ class GlooTransport(Transport):
         parts[self.rank] = offered[self.rank]
         receives = [(peer, parts[peer]) for peer in self._peers if takes[peer][1]]
         sends = [(peer, offered[peer]) for peer in self._peers if offers[peer][1]]
+        tails = _tails(receives)
         got, sent = self._link.start(f"its {kind} [{key}]", f"reduce {wire.lane}", receives, sends)
-        move = _Move(self, kind, got, lambda: land(parts))
+        move = _Move(self, kind, got, lambda: land(parts), tails)
         self._begin(wire, move, sent)
         self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
         return move
@@ -376,18 +381,27 @@ class GlooTransport(Transport):
 
 
 class _Move:
-    """Waits for what the peers send, then puts it where it belongs."""
+    """Waits for what the peers send, then puts it where it belongs.
 
-    __slots__ = ("_finish", "_job", "_kind", "_transport", "ended")
+    [Note: the last byte] Gloo cannot be asked whether a message is there. It reads a message into its place
+    in order, on its own thread, so the last byte changes last: it is set to `_UNREAD` before. A message that
+    ends with that byte is taken for one that has yet to come, until somebody waits for it.
+    """
 
-    def __init__(self, transport: GlooTransport, kind: str, job: Job, finish: Finish) -> None:
-        self._transport, self._kind, self._job = transport, kind, job
+    __slots__ = ("_finish", "_job", "_kind", "_tails", "_transport", "ended")
+
+    def __init__(
+        self, transport: GlooTransport, kind: str, job: Job, finish: Finish, tails: Tails | None = None
+    ) -> None:
+        self._transport, self._kind, self._job, self._tails = transport, kind, job, tails
         self._finish: Finish | None = finish
         self.ended = False
 
     def poll(self) -> bool:
-        # Gloo cannot be asked whether a message is there. It comes in meanwhile, on gloo's own thread.
-        return self.ended
+        if self.ended or self._tails is None or any(tail.value == _UNREAD for tail in self._tails):
+            return self.ended
+        self.wait()
+        return True
 
     def wait(self) -> None:
         if self.ended:
@@ -399,6 +413,14 @@ class _Move:
         if finish is not None:
             with torch.no_grad():
                 finish()
+
+
+def _tails(receives: Messages) -> Tails:
+    """The last byte of each message that is to come, marked: see [Note: the last byte]."""
+    found = [ctypes.c_ubyte.from_address(t.data_ptr() + t.nbytes - 1) for _, t in receives]
+    for tail in found:
+        tail.value = _UNREAD
+    return found
 
 
 def _messages(segments: Spans, width: int) -> list[list[int]]:

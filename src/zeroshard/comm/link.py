@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch._C._distributed_c10d import Work as GlooWork
 
-__all__ = ["Job", "Link"]
+__all__ = ["Job", "Link", "Messages"]
 
 _BREAK_TAG = 0
 _NOTE_TAG = 1

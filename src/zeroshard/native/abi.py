@@ -35,7 +35,7 @@ class Adam(ctypes.Structure):
     _fields_ = _fields(
         "i64: count; ptr: master remainder exp_avg exp_avg_sq peak scales grad weight;"
         "i32: grad_kind weight_kind coupled; u32: salt;"
-        "f32: grad_scale lerp beta2 gain2 stride bias eps decay",
+        "f32: grad_scale lerp beta2 gain2 stride bias eps decay; i32: first; ptr: taken",
         _TYPES,
     )
 
@@ -44,7 +44,7 @@ class Sgd(ctypes.Structure):
     _fields_ = _fields(
         "i64: count; ptr: master remainder momentum grad weight;"
         "i32: grad_kind weight_kind first nesterov decays;"
-        "f32: grad_scale stride inertia gain decay",
+        "f32: grad_scale stride inertia gain decay; ptr: taken",
         _TYPES,
     )
 
@@ -93,7 +93,9 @@ class Touched(ctypes.Structure):
 
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
+    "adam_back": Adam,
     "sgd": Sgd,
+    "sgd_back": Sgd,
     "sum": Sum,
     "accumulate": Pair,
     "cast": Pair,
@@ -113,4 +115,4 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 4 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 6 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))

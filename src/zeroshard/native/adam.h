@@ -24,6 +24,8 @@ struct adam {
     int32_t coupled;      /* weight decay is added to the gradient (Adam), not taken off the weight (AdamW) */
     uint32_t salt;        /* of the rounding of 8-bit moments */
     float grad_scale, lerp, beta2, gain2, stride, bias, eps, decay;
+    int32_t first;        /* the moments held nothing before this step */
+    const struct adam *taken; /* the numbers of a step that is taken back first, or NULL */
 };
 
 struct cell { float p, m, v; };
@@ -111,8 +113,32 @@ INLINE void adam_variant(const struct adam *a, float *p, float *m, float *v, flo
     }
 }
 
-INLINE void adam_body(struct adam *a) {
-    if (adam_streams(a)) return;
+/* [Note: taking back] The state before a step from the state after it and the gradient: the inverse formula
+ * in fp64, right to fp32 rounding. A mean that is nothing but the rounding of the update was zero. Next to a
+ * large gradient a small square is lost, and a mean over no square would be a huge step; by Cauchy and
+ * Schwarz no square is smaller than `least` of the mean's. */
+INLINE void adam_back(const struct adam *call, float *RESTRICT p, float *RESTRICT m, float *RESTRICT v,
+                      const float *RESTRICT g, int64_t n, const int coupled) {
+    const double lerp = call->lerp, rest = 1.0 - lerp, gain2 = call->gain2, beta2 = call->beta2;
+    const double stride = call->stride, bias = call->bias, eps = call->eps, decay = call->decay;
+    const double shrunk = coupled ? 1.0 : decay;
+    const double share = beta2 > 0.0 ? rest * rest / beta2 : 1.0, kept = beta2 > 0.0 ? beta2 : 1.0;
+    const double least = share < 1.0 ? gain2 * (1.0 - share) / (lerp * lerp) : 0.0;
+    const int first = call->first || !(beta2 > 0.0);
+    for (int64_t i = 0; i < n; i++) {
+        const double mean = m[i], square = v[i];
+        const double before = (p[i] - stride * mean / (sqrt(square) / bias + eps)) / shrunk;
+        const double grad = coupled ? g[i] + decay * before : g[i];
+        const double part = mean - lerp * grad;
+        const double older = pick_double(fabs(part) <= 0x1p-23 * fabs(mean), 0.0, part) / rest;
+        const double left = (square - gain2 * grad * grad) / kept, floor = older * older * least;
+        p[i] = (float)before;
+        m[i] = call->first ? 0.0f : (float)older;
+        v[i] = first ? 0.0f : (float)pick_double(left < floor, floor, left);
+    }
+}
+
+INLINE void adam_pass(const struct adam *a, const int updates) {
     ALIGNED float g[BLOCK], p[BLOCK], m[BLOCK], v[BLOCK];
     for (int64_t start = 0; start < a->count; start += BLOCK) {
         const int64_t n = a->count - start < BLOCK ? a->count - start : BLOCK;
@@ -121,13 +147,27 @@ INLINE void adam_body(struct adam *a) {
         int8_t *codes = (int8_t *)a->exp_avg + start;
         uint8_t *square_codes = (uint8_t *)a->exp_avg_sq + start;
         float *scales = a->scales ? a->scales + 3 * (start / BLOCK) : 0;
-        widen(g, a->grad_kind, at(a->grad, a->grad_kind, start), n, a->grad_scale);
+        const void *grad = at(a->grad, a->grad_kind, start);
         open_master(p, a->master, a->weight, a->remainder, start, n);
         if (scales) decode_moments(m, v, codes, square_codes, scales, n);
-        adam_variant(a, p, means, squares, a->peak ? a->peak + start : 0, g, n);
+        if (a->taken) {
+            widen(g, a->grad_kind, grad, n, a->taken->grad_scale);
+            if (a->taken->coupled) adam_back(a->taken, p, means, squares, g, n, 1);
+            else adam_back(a->taken, p, means, squares, g, n, 0);
+        }
+        if (updates) {
+            widen(g, a->grad_kind, grad, n, a->grad_scale);
+            adam_variant(a, p, means, squares, a->peak ? a->peak + start : 0, g, n);
+        }
         if (scales) encode_moments(codes, square_codes, scales, m, v, n, a->salt);
         close_master(p, a->master, a->weight, a->remainder, a->weight_kind, start, n);
     }
 }
+
+INLINE void adam_body(struct adam *a) {
+    if (a->taken || !adam_streams(a)) adam_pass(a, 1);
+}
+
+INLINE void adam_back_body(struct adam *a) { adam_pass(a, 0); }
 
 #endif

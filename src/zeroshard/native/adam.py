@@ -151,8 +151,9 @@ def adam_update(
     state: AdamRows,
     grad: torch.Tensor,
     weight: torch.Tensor | None,
-    step: AdamStep,
+    step: AdamStep | None,
     *,
+    taken: AdamStep | None = None,
     start: int = 0,
     stop: int | None = None,
     ties: Ties = "even",
@@ -163,7 +164,14 @@ def adam_update(
     slots of a staging ring. With a split master `weight` is read as well: it is the master's other half.
     `weight` may be the memory of `grad`. `ties` is the rounding of a plain master to a bf16 weight.
     Single-threaded; different rows may be updated from different threads at once, and the result does not
-    depend on how they are cut."""
+    depend on how they are cut.
+
+    `taken`: a step with the same gradient that is taken back first ([Note: taking back] in adam.h); with
+    `step` None that is all. Moments that are 8-bit, and AMSGrad's maximum, cannot be taken back."""
+    if taken is not None and (state.scales is not None or state.max_exp_avg_sq is not None):
+        raise OptionError("adam_update: 8-bit moments and AMSGrad's maximum cannot be taken back")
+    if step is None and taken is None:
+        raise OptionError("adam_update: neither a step nor one to take back")
     first, last = checks.rows("adam_update", state.numel, start, stop)
     count = last - first
     checks.flat("adam_update", "grad", grad, checks.FLOATS, count)
@@ -171,11 +179,15 @@ def adam_update(
     if (first, last) != (0, state.numel):
         state = state.rows(first, last)
     kernels = loader.kernels()
-    numbers = step.numbers()
+    now, before = (None if each is None else each.numbers() for each in (step, taken))
     if kernels is None:
-        fallback.adam(state, grad, weight, numbers, kind)
-    else:
-        kernels.adam(ctypes.byref(_record(state, grad, weight, numbers, kind)))
+        fallback.adam(state, grad, weight, now, kind, before)
+        return
+    back = None if before is None else _record(state, grad, weight, before, kind)
+    record = back if now is None else _record(state, grad, weight, now, kind)
+    assert record is not None
+    record.taken = None if back is None else ctypes.addressof(back)
+    (kernels.adam_back if now is None else kernels.adam)(ctypes.byref(record))
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
@@ -200,4 +212,5 @@ def _record(
         numbers.coupled,
         moments8.salt(numbers.step),
         *numbers[:8],
+        numbers.step == 1,
     )

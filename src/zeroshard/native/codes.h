@@ -1,5 +1,6 @@
-/* Blocks of values as a scale and a few bits each: eight- and four-bit integers, and signs. The formats are
- * those of codec/blocks.py, codec/integers.py and codec/onebit.py, bit for bit; see the notes there. */
+/* Blocks of values as a scale and a few bits each: eight- and four-bit integers, signs, and signs with one of
+ * two sizes. The formats are those of codec/blocks.py, integers.py, onebit.py and twobit.py, bit for bit; see
+ * the notes there. */
 #ifndef ZEROSHARD_CODES_H
 #define ZEROSHARD_CODES_H
 
@@ -104,38 +105,74 @@ INLINE void encode_integers(const struct blocks *c, int64_t start, int64_t n, ui
 }
 
 /* The sum of magnitudes: value i goes to lane i mod 16, and the lanes are folded in halves. */
-INLINE float magnitude_sum(const float *RESTRICT values, const float *RESTRICT residual, int64_t n) {
+INLINE float magnitude_sum(const float *RESTRICT values, const float *RESTRICT residual, int64_t n,
+                           const int feedback) {
     ALIGNED float lanes[LANE_COUNT] = {0};
     int64_t i = 0;
     for (; i + LANE_COUNT <= n; i += LANE_COUNT)
-        for (int j = 0; j < LANE_COUNT; j++) lanes[j] = lanes[j] + fabsf(values[i + j] + residual[i + j]);
-    for (int j = 0; i + j < n; j++) lanes[j] = lanes[j] + fabsf(values[i + j] + residual[i + j]);
+        for (int j = 0; j < LANE_COUNT; j++)
+            lanes[j] = lanes[j] + fabsf(wanted_at(values, residual, i + j, feedback));
+    for (int j = 0; i + j < n; j++) lanes[j] = lanes[j] + fabsf(wanted_at(values, residual, i + j, feedback));
     for (int half = LANE_COUNT / 2; half > 0; half /= 2)
         for (int j = 0; j < half; j++) lanes[j] = lanes[j] + lanes[j + half];
     return lanes[0];
 }
 
-INLINE void encode_signs(const struct blocks *c, int64_t start, int64_t n, uint16_t *scale_out,
-                         uint8_t *RESTRICT packed) {
-    const float *RESTRICT values = c->values + start;
-    float *RESTRICT residual = c->residual + start;
-    const int64_t width = (n + 7) / 8;
-    const float total = magnitude_sum(values, residual, n);
-    memset(packed, 0, (size_t)width);
-    if (as_bits(total) >= HUGE_BITS) { /* a negative NaN's too */
-        *scale_out = NAN_SCALE;
-        return;
-    }
+/* The bf16 bits of a block's mean magnitude, to nearest; NAN_SCALE where not all is finite. */
+INLINE uint32_t mean_half(const float *RESTRICT values, const float *RESTRICT residual, int64_t n,
+                          const int feedback) {
+    const float total = magnitude_sum(values, residual, n, feedback);
+    if (as_bits(total) >= HUGE_BITS) return NAN_SCALE; /* a negative NaN's too */
     const uint32_t mean = as_bits(total * (float)(1.0 / (double)n));
-    const uint32_t half = (mean + 0x7FFFu + ((mean >> 16) & 1u)) >> 16;
+    return (mean + 0x7FFFu + ((mean >> 16) & 1u)) >> 16;
+}
+
+INLINE void encode_signs(const struct blocks *c, int64_t start, int64_t n, uint16_t *scale_out,
+                         uint8_t *RESTRICT packed, const int feedback) {
+    const float *RESTRICT values = c->values + start;
+    float *RESTRICT residual = feedback ? c->residual + start : 0;
+    const int64_t width = (n + 7) / 8;
+    const uint32_t half = mean_half(values, residual, n, feedback);
+    memset(packed, 0, (size_t)width);
     *scale_out = (uint16_t)half;
+    if (half == NAN_SCALE) return;
     for (int bit = 0; bit < 8; bit++) {
         const int64_t base = bit * width, stop = n - base < width ? n - base : width;
         for (int64_t j = 0; j < stop; j++) {
-            const float wanted = values[base + j] + residual[base + j];
+            const float wanted = wanted_at(values, residual, base + j, feedback);
             const uint32_t sign = as_bits(wanted) >> 31;
             packed[j] = (uint8_t)(packed[j] | (sign << bit));
-            residual[base + j] = wanted - as_float((half << 16) | (sign << 31));
+            if (feedback) residual[base + j] = wanted - as_float((half << 16) | (sign << 31));
+        }
+    }
+}
+
+#define SMALL_SIZE 0.625f  /* of the mean magnitude: see codec/twobit.py */
+#define LARGE_SIZE 1.875f
+#define SIZE_BORDER 1.25f
+
+INLINE float sized(float scale, uint32_t sign, uint32_t large) {
+    const uint32_t size = pick(large, as_bits(scale * LARGE_SIZE), as_bits(scale * SMALL_SIZE));
+    return as_float(size ^ (sign << 31));
+}
+
+INLINE void encode_sizes(const struct blocks *c, int64_t start, int64_t n, uint16_t *scale_out,
+                         uint8_t *RESTRICT packed, const int feedback) {
+    const float *RESTRICT values = c->values + start;
+    float *RESTRICT residual = feedback ? c->residual + start : 0;
+    const int64_t width = (n + 3) / 4;
+    const uint32_t half = mean_half(values, residual, n, feedback);
+    memset(packed, 0, (size_t)width);
+    *scale_out = (uint16_t)half;
+    if (half == NAN_SCALE) return;
+    const float scale = as_float(half << 16), border = scale * SIZE_BORDER;
+    for (int plane = 0; plane < 4; plane++) {
+        const int64_t base = plane * width, stop = n - base < width ? n - base : width;
+        for (int64_t j = 0; j < stop; j++) {
+            const float wanted = wanted_at(values, residual, base + j, feedback);
+            const uint32_t sign = as_bits(wanted) >> 31, large = fabsf(wanted) > border;
+            packed[j] = (uint8_t)(packed[j] | ((sign | large << 1) << (2 * plane)));
+            if (feedback) residual[base + j] = wanted - sized(scale, sign, large);
         }
     }
 }
@@ -153,7 +190,10 @@ INLINE void encode_blocks_body(struct blocks *c) {
         CASE(8, 0, 0) CASE(8, 0, 1) CASE(8, 1, 0) CASE(8, 1, 1)
         CASE(4, 0, 0) CASE(4, 0, 1) CASE(4, 1, 0) CASE(4, 1, 1)
 #undef CASE
-        default: encode_signs(c, start, n, scale, packed); break;
+        case 2 * 4: encode_sizes(c, start, n, scale, packed, 0); break;
+        case 2 * 4 + 2: encode_sizes(c, start, n, scale, packed, 1); break;
+        case 1 * 4: encode_signs(c, start, n, scale, packed, 0); break;
+        default: encode_signs(c, start, n, scale, packed, 1); break;
         }
     }
 }
@@ -172,6 +212,14 @@ INLINE void decode_block(float *RESTRICT out, const uint8_t *RESTRICT packed, fl
             out[i] = landed(out, i, (float)(((packed[i] & 15) ^ 8) - 8) * scale, add);
         for (int64_t i = 0; i < n - bytes; i++)
             out[i + bytes] = landed(out, i + bytes, (float)(((packed[i] >> 4) ^ 8) - 8) * scale, add);
+    } else if (bits == 2) {
+        for (int plane = 0; plane < 4; plane++) {
+            const int64_t base = plane * bytes, stop = n - base < bytes ? n - base : bytes;
+            for (int64_t j = 0; j < stop; j++) {
+                const uint32_t code = (uint32_t)packed[j] >> (2 * plane);
+                out[base + j] = landed(out, base + j, sized(scale, code & 1u, (code >> 1) & 1u), add);
+            }
+        }
     } else {
         const uint32_t size = as_bits(scale);
         for (int bit = 0; bit < 8; bit++) {
@@ -192,7 +240,7 @@ INLINE void decode_blocks_body(struct blocks *c) {
         const uint8_t *packed = c->packed + number * width;
         switch (c->bits * 2 + (c->add != 0)) {
 #define CASE(bits, add) case bits * 2 + add: decode_block(c->values + start, packed, scale, n, bits, add); break;
-        CASE(8, 0) CASE(8, 1) CASE(4, 0) CASE(4, 1) CASE(1, 0) CASE(1, 1)
+        CASE(8, 0) CASE(8, 1) CASE(4, 0) CASE(4, 1) CASE(2, 0) CASE(2, 1) CASE(1, 0) CASE(1, 1)
 #undef CASE
         default: break;
         }

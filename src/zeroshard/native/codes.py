@@ -22,8 +22,8 @@ SHARE = 1 << 18
 
 @dataclass(frozen=True)
 class Blocks:
-    """How values are put into blocks. `bits` is 8, 4 or 1; `salt` makes the dice of stochastic rounding, or
-    is None."""
+    """How values are put into blocks. `bits` is 8, 4, 2 or 1; `salt` makes the dice of stochastic rounding,
+    or is None."""
 
     block: int
     bits: int

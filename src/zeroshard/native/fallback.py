@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroshard.native import abi, moments8
+from zeroshard.native import abi, inverse, moments8
 
 if TYPE_CHECKING:
     from zeroshard.native.adam import AdamNumbers, AdamRows
@@ -94,9 +94,14 @@ def _close(
 
 @torch.no_grad()
 def adam(
-    rows: AdamRows, grad: torch.Tensor, weight: torch.Tensor | None, numbers: AdamNumbers, kind: int
+    rows: AdamRows,
+    grad: torch.Tensor,
+    weight: torch.Tensor | None,
+    numbers: AdamNumbers | None,
+    kind: int,
+    taken: AdamNumbers | None = None,
 ) -> None:
-    """One step over all of `rows`."""
+    """One step over all of `rows`, after `taken` was taken back."""
     for part in _chunks(rows.numel):
         some = rows.rows(part.start, part.stop)
         out = None if weight is None else weight[part]
@@ -104,8 +109,11 @@ def adam(
         mean, square = some.exp_avg, some.exp_avg_sq
         if some.scales is not None:
             mean, square = moments8.decode(mean, square, some.scales)
-        _adam_chunk(master, mean, square, some.max_exp_avg_sq, grad[part], numbers)
-        if some.scales is not None:
+        if taken is not None:
+            inverse.adam_back(master, mean, square, grad[part], taken)
+        if numbers is not None:
+            _adam_chunk(master, mean, square, some.max_exp_avg_sq, grad[part], numbers)
+        if some.scales is not None and numbers is not None:
             codes = moments8.encode(mean.contiguous(), square.contiguous(), numbers.step)
             for stored, code in zip((some.exp_avg, some.exp_avg_sq, some.scales), codes, strict=True):
                 stored.copy_(code)
@@ -138,24 +146,38 @@ def _adam_chunk(
 
 @torch.no_grad()
 def sgd(
-    rows: SgdRows, grad: torch.Tensor, weight: torch.Tensor | None, numbers: SgdNumbers, kind: int
+    rows: SgdRows,
+    grad: torch.Tensor,
+    weight: torch.Tensor | None,
+    numbers: SgdNumbers | None,
+    kind: int,
+    taken: SgdNumbers | None = None,
 ) -> None:
-    """One step over all of `rows`."""
+    """One step over all of `rows`, after `taken` was taken back."""
     for part in _chunks(rows.numel):
         some = rows.rows(part.start, part.stop)
         out = None if weight is None else weight[part]
         master = _open(some.master, out, some.remainder)
-        change = grad[part].to(torch.float32) * numbers.grad_scale
-        if numbers.decays:
-            change = change + master * numbers.decay
-        if some.momentum is not None:
-            if numbers.first:
-                some.momentum.copy_(change)
-            else:
-                some.momentum.mul_(numbers.inertia).add_(change * numbers.gain)
-            change = change + some.momentum * numbers.inertia if numbers.nesterov else some.momentum
-        master.add_(change * numbers.stride)
+        if taken is not None:
+            inverse.sgd_back(master, some.momentum, grad[part], taken)
+        if numbers is not None:
+            _sgd_chunk(master, some.momentum, grad[part], numbers)
         _close(master, out, some.remainder, kind)
+
+
+def _sgd_chunk(
+    master: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, numbers: SgdNumbers
+) -> None:
+    change = grad.to(torch.float32) * numbers.grad_scale
+    if numbers.decays:
+        change = change + master * numbers.decay
+    if momentum is not None:
+        if numbers.first:
+            momentum.copy_(change)
+        else:
+            momentum.mul_(numbers.inertia).add_(change * numbers.gain)
+        change = change + momentum * numbers.inertia if numbers.nesterov else momentum
+    master.add_(change * numbers.stride)
 
 
 # -- sums, casts, checks

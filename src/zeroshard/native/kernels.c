@@ -31,7 +31,7 @@ INLINE void split_body(struct halves *c) { split_rows(c->weight, c->remainder, c
 INLINE void join_body(struct halves *c) { join_rows(c->master, c->weight, c->remainder, c->count); }
 
 #define KERNELS(K) \
-    K(adam, adam) K(sgd, sgd) K(sum, sum) K(accumulate, pair) K(cast, pair) \
+    K(adam, adam) K(adam_back, adam) K(sgd, sgd) K(sgd_back, sgd) K(sum, sum) K(accumulate, pair) K(cast, pair) \
     K(square_sums, scan) K(non_finite, scan) K(split, halves) K(join, halves) \
     K(move, moves) K(encode_blocks, blocks) K(decode_blocks, blocks) K(largest, largest) \
     K(touched, touched)
@@ -86,7 +86,7 @@ EXPORT int32_t zs_limit(int32_t wanted) {
 /* Changes when a record does: the loader refuses a library built from other sources. */
 EXPORT int64_t zs_abi(void) {
     const int64_t adam = sizeof(struct adam), sgd = sizeof(struct sgd), sum = sizeof(struct sum);
-    return 4 + 1000 * (adam + 1000 * (sgd + 1000 * sum));
+    return 6 + 1000 * (adam + 1000 * (sgd + 1000 * sum));
 }
 
 /* The file is loaded through ctypes; build tools on some systems insist on a module's entry point. */

@@ -26,6 +26,8 @@ class Kernels:
         self._limit.argtypes, self._limit.restype = [ctypes.c_int32], ctypes.c_int32
         self.adam = self._function(library, "adam")
         self.sgd = self._function(library, "sgd")
+        self.adam_back = self._function(library, "adam_back")
+        self.sgd_back = self._function(library, "sgd_back")
         self.sum = self._function(library, "sum")
         self.accumulate = self._function(library, "accumulate")
         self.cast = self._function(library, "cast")

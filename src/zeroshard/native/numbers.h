@@ -53,6 +53,15 @@ INLINE uint32_t pick(uint32_t condition, uint32_t yes, uint32_t no) {
     return no ^ ((yes ^ no) & (0u - condition));
 }
 
+INLINE double pick_double(int condition, double yes, double no) {
+    uint64_t y, n;
+    memcpy(&y, &yes, sizeof y);
+    memcpy(&n, &no, sizeof n);
+    n ^= (y ^ n) & (0u - (uint64_t)(condition != 0));
+    memcpy(&no, &n, sizeof no);
+    return no;
+}
+
 INLINE float from_bf16(uint16_t half) { return as_float((uint32_t)half << 16); }
 
 INLINE uint16_t to_bf16(float value) {

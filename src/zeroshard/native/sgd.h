@@ -16,6 +16,7 @@ struct sgd {
     int32_t nesterov;
     int32_t decays;
     float grad_scale, stride, inertia, gain, decay;
+    const struct sgd *taken; /* the numbers of a step that is taken back first, or NULL */
 };
 
 INLINE void sgd_momentum(const struct sgd *a, float *RESTRICT g, float *RESTRICT buffer, int64_t n) {
@@ -26,18 +27,43 @@ INLINE void sgd_momentum(const struct sgd *a, float *RESTRICT g, float *RESTRICT
     else for (int64_t i = 0; i < n; i++) g[i] = buffer[i];
 }
 
-INLINE void sgd_body(struct sgd *a) {
+/* [Note: taking back] in adam.h. p' = p + stride * d, with d linear in the gradient and, where weights decay,
+ * in p: solved for p first. */
+INLINE void sgd_back(const struct sgd *a, float *RESTRICT p, float *RESTRICT buffer, const float *RESTRICT g,
+                     int64_t n) {
+    const double stride = a->stride, inertia = a->inertia, gain = a->gain, decay = a->decays ? a->decay : 0.0;
+    const int direct = !buffer || a->nesterov;
+    for (int64_t i = 0; i < n; i++) {
+        const double grad = g[i], ran = buffer ? buffer[i] : 0.0;
+        const double before = direct ? (p[i] - stride * (grad + inertia * ran)) / (1.0 + stride * decay)
+                                     : p[i] - stride * ran;
+        p[i] = (float)before;
+        if (buffer) buffer[i] = a->first ? 0.0f : (float)((ran - gain * (grad + decay * before)) / inertia);
+    }
+}
+
+INLINE void sgd_pass(const struct sgd *a, const int updates) {
     ALIGNED float g[BLOCK], p[BLOCK];
     const float decay = a->decay, stride = a->stride;
     for (int64_t start = 0; start < a->count; start += BLOCK) {
         const int64_t n = a->count - start < BLOCK ? a->count - start : BLOCK;
-        widen(g, a->grad_kind, at(a->grad, a->grad_kind, start), n, a->grad_scale);
+        const void *grad = at(a->grad, a->grad_kind, start);
         open_master(p, a->master, a->weight, a->remainder, start, n);
-        if (a->decays) for (int64_t i = 0; i < n; i++) g[i] = g[i] + p[i] * decay;
-        if (a->momentum) sgd_momentum(a, g, a->momentum + start, n);
-        for (int64_t i = 0; i < n; i++) p[i] = p[i] + stride * g[i];
+        if (a->taken) {
+            widen(g, a->grad_kind, grad, n, a->taken->grad_scale);
+            sgd_back(a->taken, p, a->momentum ? a->momentum + start : 0, g, n);
+        }
+        if (updates) {
+            widen(g, a->grad_kind, grad, n, a->grad_scale);
+            if (a->decays) for (int64_t i = 0; i < n; i++) g[i] = g[i] + p[i] * decay;
+            if (a->momentum) sgd_momentum(a, g, a->momentum + start, n);
+            for (int64_t i = 0; i < n; i++) p[i] = p[i] + stride * g[i];
+        }
         close_master(p, a->master, a->weight, a->remainder, a->weight_kind, start, n);
     }
 }
+
+INLINE void sgd_body(struct sgd *a) { sgd_pass(a, 1); }
+INLINE void sgd_back_body(struct sgd *a) { sgd_pass(a, 0); }
 
 #endif

@@ -92,8 +92,9 @@ def sgd_update(
     state: SgdRows,
     grad: torch.Tensor,
     weight: torch.Tensor | None,
-    step: SgdStep,
+    step: SgdStep | None,
     *,
+    taken: SgdStep | None = None,
     start: int = 0,
     stop: int | None = None,
     ties: Ties = "even",
@@ -104,16 +105,23 @@ def sgd_update(
     count = last - first
     checks.flat("sgd_update", "grad", grad, checks.FLOATS, count)
     kind = weight_kind("sgd_update", weight, count, state.master is None, ties)
-    if (state.momentum is None) != (step.momentum == 0.0):
+    some = step or taken
+    if some is None:
+        raise OptionError("sgd_update: neither a step nor one to take back")
+    if (state.momentum is None) != (some.momentum == 0.0):
         held = "no buffer" if state.momentum is None else "a buffer"
-        raise OptionError(f"sgd_update: momentum={step.momentum}, but the rows hold {held} for it")
+        raise OptionError(f"sgd_update: momentum={some.momentum}, but the rows hold {held} for it")
     state = state.rows(first, last)
     kernels = loader.kernels()
-    numbers = step.numbers()
+    now, before = (None if each is None else each.numbers() for each in (step, taken))
     if kernels is None:
-        fallback.sgd(state, grad, weight, numbers, kind)
-    else:
-        kernels.sgd(ctypes.byref(_record(state, grad, weight, numbers, kind)))
+        fallback.sgd(state, grad, weight, now, kind, before)
+        return
+    back = None if before is None else _record(state, grad, weight, before, kind)
+    record = back if now is None else _record(state, grad, weight, now, kind)
+    assert record is not None
+    record.taken = None if back is None else ctypes.addressof(back)
+    (kernels.sgd_back if now is None else kernels.sgd)(ctypes.byref(record))
 
 
 def _record(

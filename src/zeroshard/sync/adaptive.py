@@ -81,6 +81,13 @@ class AdaptivePace(Pace):
 
     # ------------------------------------------------------------------ what is delegated
 
+    def advance(self) -> None:
+        self.pace.advance()
+
+    @property
+    def begun(self) -> bool:  # type: ignore[override]
+        return self.pace.begun
+
     def ended(self) -> None:
         self.pace.ended()
 

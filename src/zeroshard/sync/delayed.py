@@ -7,7 +7,8 @@ transports add as soon as the pieces are there. So every bucket has its own wire
 
 [Note: nobody reads any more] A bucket of this backward cannot come back before every rank has sent it, and
 is through with its parameters: so host updates may begin when it lands. A bucket of the last backward can:
-peers may still gather the rows that it would change. Sinks get theirs at the end of backward, behind a fence.
+peers may still gather the rows that it would change. Sinks get theirs at the end of backward, behind a fence;
+early ones, which change no row before the step, as soon as it is there, from the next forward on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, Sink
+from ..bucket import Bucket, EarlySink, Sink
 from ..comm import Transport, Work
 from ..comm.transport import Done
 from ..errors import StateError
@@ -45,6 +46,20 @@ class DelayedGradients(Gradients):
         self._due: dict[int, Work] = {}  # by bucket: a reduction whose result nobody has seen
         self._ready: dict[int, list[bool]] = {}  # landed, not shown: which parameters any rank used
 
+    def advance(self) -> bool:
+        """Hand early sinks what has come of the last round. Whether any of it was still on its way: in the
+        first look after a backward all ranks say the same."""
+        last_round = [(self.buckets[index], work) for index, work in self._due.items() if index >= self._next]
+        early = [(bucket, work) for bucket, work in last_round if self._is_early(bucket)]
+        for bucket, work in early:
+            assert isinstance(bucket.sink, EarlySink)
+            if bucket.sink.idle and work.poll():
+                self._land(bucket)
+        return bool(early)
+
+    def _is_early(self, bucket: Bucket) -> bool:
+        return self.behind and isinstance(bucket.sink, EarlySink)
+
     def _send(self, bucket: Bucket) -> None:
         self._keep_aside(bucket)
         self._land(bucket)
@@ -62,14 +77,20 @@ class DelayedGradients(Gradients):
             return
         work.wait()
         assert bucket.landed is not None
+        if isinstance(bucket.sink, EarlySink):
+            bucket.sink.wait()
         coming, unseen = self._coming[bucket.index], self._ready.get(bucket.index)
         if unseen is None:
             bucket.landed.copy_(coming)
         else:  # no longer behind: the one under way and the one that has just come are averaged
             bucket.landed.add_(coming).mul_(0.5)
         self._ready[bucket.index] = bucket.used_anywhere()
+        if self._is_early(bucket):
+            assert bucket.sink is not None
+            bucket.sink(bucket.landed, self._ready.pop(bucket.index))
 
     def _progress(self) -> None:
+        self.advance()
         for work in self._due.values():
             work.poll()
 
@@ -79,7 +100,8 @@ class DelayedGradients(Gradients):
             self._send(self.buckets[self._next])
         if not self.behind:
             self.land_all()
-        if any(self.buckets[index].sink is not None for index in self._ready):
+        sinks = [self.buckets[index].sink for index in self._ready]
+        if any(sink is not None and not isinstance(sink, EarlySink) for sink in sinks):
             self.transport.fence()  # see [Note: nobody reads any more]
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)
@@ -153,9 +175,13 @@ class _OneBehind:
         if not self.behind:
             self.sink(flat, used)
             return
-        last, self.held = self.held, (flat, used)
-        if last is not None:
-            self.sink(*last)
+        self.hand_on()
+        self.held = flat, used
+
+    def hand_on(self) -> None:
+        held, self.held = self.held, None
+        if held is not None:
+            self.sink(*held)
 
 
 class DelayedLocalGradients(LocalGradients):
@@ -190,6 +216,15 @@ class DelayedLocalGradients(LocalGradients):
             grad = grad.to(self._dtypes[param])
             self._new[param] = self._new[param].add_(grad) if param in self._new else grad
 
+    def advance(self) -> bool:
+        """Hand early sinks what they are behind by, as above. There is no other rank to differ from."""
+        held = [s for s in self._sinks if s.behind and s.held is not None and isinstance(s.sink, EarlySink)]
+        for sink in held:
+            assert isinstance(sink.sink, EarlySink)
+            if sink.sink.idle:
+                sink.hand_on()
+        return bool(held)
+
     def finish(self) -> None:
         super().finish()
         if not self._behind and self._held:  # no longer behind: averaged, as above
@@ -210,9 +245,7 @@ class DelayedLocalGradients(LocalGradients):
         """Show what is held back."""
         self._show()
         for sink in self._sinks:
-            held, sink.held = sink.held, None
-            if held is not None:
-                sink.sink(*held)
+            sink.hand_on()
 
     def drop(self) -> None:
         self._held.clear()
@@ -253,11 +286,16 @@ class DelayedPace(Pace):
         self.label = repr(policy)
         self.count = 0  # updates, of the warm-up only
         self._unused = False  # a backward has ended and no step has followed
+        self.begun = False
         gradients.behind = self._is_warm
 
     @property
     def _is_warm(self) -> bool:
         return self.count >= self.policy.warmup_steps
+
+    def advance(self) -> None:
+        if not self._unused and torch.is_grad_enabled():
+            self.begun = self.gradients.advance() or self.begun
 
     def ended(self) -> None:
         if self._unused and self.gradients.behind:
@@ -269,7 +307,7 @@ class DelayedPace(Pace):
         super().ended()
 
     def step(self, update: Update, step: Callable[[], Any]) -> None:
-        first, self._unused = self._unused, False  # of the optimizers that step after a backward
+        first, self._unused, self.begun = self._unused, False, False  # of those that step after a backward
         super().step(update, step)
         if first and not self._is_warm:
             self.count += 1
@@ -277,7 +315,7 @@ class DelayedPace(Pace):
 
     def forget(self) -> None:
         if self._unused:  # dropped instead of applied: the one that is under way, too
-            self._unused = False
+            self._unused = self.begun = False
             self.gradients.drop()
 
     # ------------------------------------------------------------------ checkpoints
@@ -296,7 +334,7 @@ class DelayedPace(Pace):
         return {"flats": self.gradients.flats} if local else {}  # type: ignore[union-attr]
 
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        self._unused = False
+        self._unused = self.begun = False
         if self.policy.warmup_steps:
             self.count = int(values.get("count", 0))
             self.gradients.behind = self._is_warm

@@ -29,12 +29,16 @@ class Pace:
 
     label = "EveryStep()"
     early = False  # what it keeps changes during backward, not only in an update
+    begun = False  # the host has begun with the next update, before the backward of its step
     apart = False  # ranks train apart: nobody reads this rank's rows between meetings
 
     beliefs: Sequence[Private] = ()  # what all ranks take the parameters to be, where changes travel
 
     def __init__(self, gradients: Gradients | LocalGradients) -> None:
         self.gradients = gradients
+
+    def advance(self) -> None:
+        """A forward goes on that backward may follow: a moment to look at what has come."""
 
     def ended(self) -> None:
         """A synchronised backward is over: give the homes their gradients."""
