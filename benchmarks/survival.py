@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 JOB = HERE / "survival_job.py"
 SCRATCH = re.compile(r"\.(.+)\.(saving|removing-[0-9a-f]{16})")
 ENDLESS = 10_000_000
-PATIENCE = 60.0
+PATIENCE = 180.0
 # Shares of the kills: at a rank (else at the whole job), and while a save is under way (else at any moment).
 AT_A_RANK, DURING_A_SAVE = 0.75, 0.8
 SAVE = 0.04  # seconds that a save takes here, about
@@ -94,6 +94,7 @@ class Job:
             number = self._number(line)
             if re.search(f"{word} [0-9]+$", line):
                 return when, number
+        self.end()
         raise SystemExit(f"no '{word}' within {PATIENCE:.0f} s; the launcher said:\n{self.said()}")
 
     def _number(self, line: str) -> int:
