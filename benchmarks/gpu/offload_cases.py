@@ -101,8 +101,8 @@ CASES = {
         small=("micro_host_update.py", "--threads", "1", "--numel", str(1 << 18), "--rounds", "2", "--json"),
     ),
     "disk": Case(
-        "disk tier, state of 1.26 B", "≥ 80 % of plain direct I/O", 240,
-        script=("micro_disk.py", "--path", "{disk}", "--gib", "12", "--json"),
+        "disk tier, 4 GiB in pages of 256 MiB", "≥ 80 % of plain direct I/O", 150,
+        script=("micro_disk.py", "--path", "{disk}", "--gib", "4", "--json"),
         small=("micro_disk.py", "--path", "{disk}", "--gib", "0.03", "--page-mib", "4", "--json"),
     ),
 }  # fmt: skip
