@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, LANE, GAP = 1000, 90, 20, 4
-COLOURS = {"forward": "#4c78a8", "backward": "#54a24b", "update": "#f58518", "wait": "#e45756"}
-LANES = ("compute", "waiting", "link")
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#54a24b",
+    "update": "#f58518",
+    "wait": "#e45756",
+    "host": "#b279a2",
+}
+LANES = ("compute", "waiting", "host", "link")
+OWN_LANES = {"wait": "waiting", "host": "host"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ def _panel(panel: Panel, top: int, scale: float, seconds: float, most: int) -> l
     for what, start, stop in panel.spans:
         if start < seconds:
             kind = "wait" if what.startswith("wait") else what
-            y = rows["waiting" if kind == "wait" else "compute"]
+            y = rows[OWN_LANES.get(kind, "compute")]
             wide = max((min(stop, seconds) - start) * scale, 0.3)
             parts.append(
                 f'<rect x="{LEFT + start * scale:.1f}" y="{y}" width="{wide:.1f}" height="{LANE}" '
