@@ -71,6 +71,24 @@ WAYS: dict[str, dict[str, Any]] = {
         "compress": NORMS | {"*": zs.Int4()},
         "gather": zs.Delta(zs.Int4(block=128, feedback=False)),
     },
+    "stage 3, Int4 gradients, TwoBit changes of parameters": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.Int4()},
+        "gather": zs.Delta(zs.TwoBit(block=64, feedback=False)),
+    },
+    "stage 3, TwoBit gradients, TwoBit changes of parameters": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.TwoBit()},
+        "gather": zs.Delta(zs.TwoBit(block=64, feedback=False)),
+    },
+    "stage 3, TwoBit gradients, OneBit changes of parameters": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.TwoBit(block=512)},
+        "gather": zs.Delta(zs.OneBit(block=512, warmup_steps=0, feedback=False)),
+    },
     "stage 0, ranks apart for 24 steps": {
         "stage": 0,
         "sync": zs.Local(steps=24, outer=zs.Nesterov(0.7, 0.6)),

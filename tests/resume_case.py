@@ -89,7 +89,9 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
     ),
     "int8 with feedback": (GPT, {"stage": 2, "compress": zs.Int8(feedback=True)}),
     "top-k": (GPT, {"stage": 3, "compress": zs.TopK(0.05, warmup_steps=4, freeze=True, ramp_steps=4)}),
-    "1-bit": (GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4, warmup=zs.Int4())}),
+    "1-bit": (
+        GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4, warmup=zs.Int4(), residual="bfloat16")}
+    ),
     "changes": (GPT, {"stage": 3, "gather": zs.Delta()}),
     "low rank and rows": (GPT, {"stage": 2, "compress": {"tokens.*": zs.Rows(), "*": zs.LowRank(rank=2)}}),
     "int8 with feedback, host": (

@@ -48,8 +48,11 @@ ALL: list[Codec] = [
     OneBit(),
     OneBit(block=48, warmup_steps=0),
     OneBit(feedback=False),
+    Int4(residual="bfloat16"),
+    OneBit(residual="bfloat16"),
     TopK(),
     TopK(ratio=0.1, momentum=0.9),
+    TopK(ratio=0.1, momentum=0.9, residual="bfloat16"),
     TopK(ratio=1.0),
 ]
 OTHER = [LowRank(), LowRank(2), Rows(), Delta(), OneBit(warmup=Int8()), TopK(ramp_steps=9)]
@@ -112,6 +115,39 @@ def test_two_bits_lose_a_third_and_signs_three_fifths() -> None:
         )
     found = TwoBit(block=16).round_trip(torch.tensor([4.0, -1.0, 0.5, -0.5] * 4))  # the mean is 1.5
     assert found[:4].tolist() == [2.8125, -0.9375, 0.9375, -0.9375]
+
+
+HALVES = [
+    Int8(feedback=True, residual="bfloat16"),
+    Int4(residual="bfloat16"),
+    TwoBit(residual="bfloat16"),
+    OneBit(residual="bfloat16"),
+    TopK(0.05, residual="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("codec", HALVES, ids=repr)
+def test_a_residual_in_16_bits_loses_a_512th_of_itself_a_step(codec: Codec) -> None:
+    numel, steps, state = 1000, 50, codec.state(1000)
+    assert state["residual"].dtype == torch.bfloat16
+    assert codec.state_bytes(numel) == 2 * numel
+    total, largest = torch.zeros(numel, dtype=torch.float64), 0.0
+    for step in range(steps):
+        values = normal(numel, step)
+        total += values - send(codec, values, state, step).double()
+        largest = max(largest, float(state["residual"].abs().max()))
+    gap = float((total - state["residual"].double()).abs().max())
+    assert 0.0 < gap <= steps * largest / 512
+
+
+def test_a_warm_up_works_on_the_state_of_what_follows() -> None:
+    codec = OneBit(warmup_steps=1, warmup=Int4(), residual="bfloat16")
+    state = codec.state(64)
+    early = codec.at(0)
+    assert early is not None
+    send(early, normal(64), state)
+    assert state["residual"].dtype == torch.bfloat16
+    assert 0.0 < float(state["residual"].abs().max()) < 0.5
 
 
 @pytest.mark.parametrize("codec", ROUNDING, ids=repr)
@@ -294,6 +330,11 @@ def test_a_ramp_falls_by_quarters() -> None:
         (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): a whole number"),  # type: ignore[arg-type]
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
         (lambda: TopK(momentum=1.0), r"TopK\(momentum=1.0\) must be at least 0 and below 1"),
+        (lambda: Int4(residual="half"), r"Int4\(residual='half'\): pass 'float32' or 'bfloat16'"),  # type: ignore[arg-type]
+        (
+            lambda: Int8(residual="bfloat16"),
+            r"Int8\(residual='bfloat16'\) keeps nothing without feedback=True",
+        ),
         (lambda: TopK(ramp_steps=-1), r"TopK\(ramp_steps=-1\): a whole number, 0 or more"),
         (lambda: TopK(ratio=0.3, ramp_steps=9), r"begins at a quarter of the values.*drop ramp_steps="),
         (lambda: OneBit(warmup="int4"), r"OneBit\(warmup='int4'\) must be a codec that needs no warm-up"),  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ FEWER = {
     zs.Cast("bfloat16"): 2.0,
     zs.Int8(): 3.9,
     zs.Int4(): 7.5,
+    zs.TwoBit(): 15.0,
     zs.OneBit(warmup_steps=0): 28.0,
     zs.TopK(ratio=0.01): 45.0,
     zs.LowRank(rank=2): 20.0,
@@ -164,7 +165,7 @@ def trained(options: dict[str, Any], path: Path | None, steps: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("stage", "codec"),
     [
-        (0, zs.OneBit(warmup_steps=2)),
+        (0, zs.OneBit(warmup_steps=2, residual="bfloat16")),
         (2, zs.TopK(ratio=0.1)),
         (3, zs.Int8(feedback=True, stochastic=True)),
         (1, zs.LowRank(2)),

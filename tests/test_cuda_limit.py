@@ -66,7 +66,7 @@ def test_a_run_holds_its_limit(share: float) -> None:
         assert torch.cuda.max_memory_allocated() <= limit
         assert torch.cuda.max_memory_reserved() <= limit
         stats = run.stats()
-        assert stats.peak["device"] <= stats.planned["device"]
+        assert stats.peak["device"] <= 1.01 * stats.planned["device"]
         assert stats.peak["device"] >= 0.9 * (stats.planned["device"] - 192 * MIB)
     finally:
         run.close()

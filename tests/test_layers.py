@@ -49,6 +49,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "meter",
         "traffic",
         "fused",
+        "recurrent",
         "frames",
         "page",
     ),

@@ -193,7 +193,7 @@ CASES = [
         )
         for stage, codec in (
             (0, zs.TopK(0.05, warmup_steps=1, warmup=zs.Int8(), ramp_steps=2, freeze=True)),
-            (2, zs.OneBit(warmup_steps=2, freeze=True)),
+            (2, zs.OneBit(warmup_steps=2, freeze=True, residual="bfloat16")),
         )
     ],
 ]

@@ -157,8 +157,8 @@ def test_what_the_benchmark_says_of_its_rows(monkeypatch: pytest.MonkeyPatch) ->
     def row(
         said: float, was: float, world: int = 1, rows: int = 8, offload: str = "host", stage: int = 0
     ) -> dict[str, Any]:
-        figures = {"device": 100, "host": 100, "step": said}
-        measured = {"device": 100, "host": 97, "step": was}
+        figures = {"device": 100, "host": 100 << 30, "step": said}
+        measured = {"device": 100, "host": 97 << 30, "step": was}
         return {
             "size": "1b", "world": world, "stage": stage, "recompute": False, "offload": offload,
             "rows": rows, "predicted": figures, "measured": measured,
@@ -177,6 +177,10 @@ def test_what_the_benchmark_says_of_its_rows(monkeypatch: pytest.MonkeyPatch) ->
     rows[0]["measured"]["steps"] = [0.5, 1.5]
     assert plan_error.error(rows[0], "step") == 0.0  # the mean
     assert plan_error.error(rows[0], "host") == pytest.approx(100 / 97 - 1)
+    few = row(1, 1, world=8) | {"predicted": {"device": 100, "host": 3 << 20, "step": 1}}
+    few["measured"]["host"] = 5 << 20
+    assert plan_error.error(few, "host") is None
+    assert "- host under 64 MiB: 1 cases, off by at most 2 MiB" in plan_error.summary([few])
     assert plan_error.error(rows[-1], "step") is None
     assert plan_error.error(row(1, 1) | {"offload": "none"}, "host") is None
     said = plan_error.summary([*rows, {"skipped": "too large", "world": 1}])

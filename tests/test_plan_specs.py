@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,23 @@ def test_a_config_that_cannot_be_used_is_refused(
     assert cli.main(["plan", str(tmp_path / "config.json"), "--ranks", "1", "--device", "1GiB"]) == 1
     error = capsys.readouterr().err
     assert re.search(said, error), error
+
+
+def test_a_broken_transformers_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed, and one of its own dependencies is not: the user learns which, not by a traceback."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("import a_module_of_its_own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt2"][0]))
+    assert cli.main(["plan", str(tmp_path), "--ranks", "1", "--device", "1GiB"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"transformers.*cannot be imported: ModuleNotFoundError: .*a_module_of_its_own", said), (
+        said
+    )
+    assert "pip install --upgrade transformers" in said
 
 
 def test_an_unknown_activation_is_refused() -> None:

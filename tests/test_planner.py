@@ -67,13 +67,13 @@ class Convolutions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(6, 10, num_layers=2, batch_first=True)
-        self.head = nn.Linear(10, 3)
+        self.layers = kind(6, 10, num_layers=2, batch_first=True, **options)
+        self.head = nn.Linear(20 if options.get("bidirectional") else 10, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0]).square().mean()
+        return self.head(self.layers(x)[0]).square().mean()
 
 
 CASES: list[tuple[Any, Tensor, bool]] = [
@@ -81,6 +81,9 @@ CASES: list[tuple[Any, Tensor, bool]] = [
     (partial(models.GPT, even=True, blocks=4), torch.zeros(8, 11, dtype=torch.int64), True),
     (Convolutions, torch.zeros(4, 3, 16, 16), False),
     (Convolutions, torch.zeros(4, 3, 16, 16), True),
+    (Recurrent, torch.zeros(4, 9, 6), False),
+    (partial(Recurrent, bidirectional=True), torch.zeros(3, 21, 6), False),
+    (partial(Recurrent, nn.GRU), torch.zeros(4, 9, 6), False),
     *(
         (lambda a=at_once, r=reentrant: Checkpointed(a, r), torch.zeros(4, 9, dtype=torch.int64), False)
         for at_once, reentrant in ((1, False), (2, False), (3, True))

@@ -16,6 +16,7 @@ from zeroshard.machine import machine
 from zeroshard.planner import price
 from zeroshard.planning import inquire
 from zeroshard.pricing import RECOMPUTED
+from zeroshard.recurrent import Shape
 from zeroshard.timeline import Segment
 from zeroshard.trace import Inputs, Tracer
 from zeroshard.traffic import Traffic
@@ -97,6 +98,35 @@ def test_what_operations_cost() -> None:
     with Traffic() as cost:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert cost.flops == 2 * 2 * q.numel() * 8 // 2
+
+
+def test_an_lstm_keeps_its_gates() -> None:
+    """On the CPU what the library says of a layer that is really run, and never more than the bound that a
+    large one gets; on a GPU eight values of each hidden one."""
+    small, large = Shape(7, 3, 24, 32), Shape(100, 64, 512, 512)
+    real = torch.ops.aten.mkldnn_rnn_layer(
+        torch.zeros(7, 3, 24, requires_grad=True), torch.zeros(128, 24), torch.zeros(128, 32),
+        *(torch.zeros(128),) * 2, *(torch.zeros(3, 32),) * 2, False, [], 2, 32, 1, True, False, False, True,
+    )  # fmt: skip
+    assert small.on_cpu == real[3].nbytes
+    assert small.on_cpu <= small.bound
+    assert large.on_cpu == large.bound
+    for one in (Shape(33, 5, 40, 100), Shape(20, 16, 256, 64), Shape(20, 4, 64, 256)):
+        assert one.bound / 2 < one.on_cpu <= one.bound
+
+    with torch.device("meta"):
+        model = nn.LSTM(24, 32)
+    saved = {
+        gpu: sum(s.saved for s in Tracer(model, [], lambda _: False, {}, gpu).run(inputs, _squared))
+        for gpu in (False, True)
+        for inputs in [Inputs.of(torch.zeros(7, 3, 24))]
+    }
+    assert saved[True] - saved[False] == 8 * 7 * 3 * 32 * 4 - small.on_cpu
+
+
+def _squared(output: Any) -> Tensor:
+    loss: Tensor = output[0].square().mean()
+    return loss
 
 
 def asked(**figures: Any) -> Any:

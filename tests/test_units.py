@@ -72,6 +72,18 @@ def test_a_model_of_plain_layers_falls_back_to_the_layers_of_its_lists() -> None
     assert list(found(model)) == ["(root)", "0", "2", "4"]
 
 
+def test_sequences_in_a_list_are_blocks_unless_they_hold_blocks() -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+    towers = nn.ModuleList(layers() for _ in range(2))
+    assert list(found(nn.ModuleDict({"towers": towers}))) == ["(root)", "towers.0", "towers.1"]
+    stages = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)))
+    assert list(found(stages)) == ["(root)", "0.0", "0.1", "1.0", "1.1"]
+    lone = nn.ModuleDict({"body": layers(), "head": layers()})
+    assert list(found(lone)) == ["(root)", "body", "head"]
+
+
 def test_a_single_layer_is_the_root_alone() -> None:
     assert found(nn.Linear(2, 2)) == {"(root)": ["weight", "bias"]}
 

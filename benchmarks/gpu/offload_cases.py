@@ -74,9 +74,8 @@ CASES = {
         ("--steps", "7"), against="plain-7b",
     ),
     "13b": Case(
-        "13 B, GPU capped at 32 GiB, disk allowed", "trains", 580,
-        auto("3GiB", "116GiB", "master=split", ALL, DISK), "13b",
-        ("--steps", "3", "--mbs", "4", "--accum", "2", *CAP),
+        "13 B, GPU capped at 32 GiB, disk allowed; a guard on the norm at 8", "trains", 580,
+        auto("15GiB", "116GiB", "master=split", *GUARDED, ALL, DISK), "13b", ("--steps", "4", *CAP),
     ),
     "20b": Case(
         "20.0 B, whole GPU and host, no disk; a guard on the norm at 8, none is clipped", "trains", 580,

@@ -29,6 +29,7 @@ from provenance import commit, hardware, version  # noqa: E402
 GIB = 2**30
 BARS = {"device": 0.03, "host": 0.03, "step": 0.15}
 GOAL = 0.01  # of the device
+FEW = 64 * 2**20  # bytes of host memory; a process of over 1 GiB varies by some MiB of its own
 APART = 1.10  # two step times that differ by more are a pair to rank
 KEY = ("size", "world", "stage", "recompute", "offload")
 
@@ -102,8 +103,8 @@ def error(row, what):
     """How far the prediction is off, as a share of what was measured; None where there is nothing."""
     if "measured" not in row or (what == "step" and row["world"] > 1):
         return None
-    if what == "host" and row["offload"] == "none":
-        return None  # nothing of ours is there
+    if what == "host" and (row["offload"] == "none" or row["predicted"]["host"] < FEW):
+        return None  # nothing of ours is there, or too little to be seen
     real = was(row, what)
     return row["predicted"][what] / real - 1 if real else None
 
@@ -148,6 +149,10 @@ def summary(rows):
             if what == "device":
                 line += f"; {sum(e <= GOAL for e in errors)} within {GOAL:.0%}"
             lines.append(line)
+    few = [r for r in rows if "measured" in r and r["offload"] != "none" and r["predicted"]["host"] < FEW]
+    if few:
+        most = max(abs(r["predicted"]["host"] - was(r, "host")) for r in few) / 2**20
+        lines.append(f"- host under {FEW >> 20} MiB: {len(few)} cases, off by at most {most:.0f} MiB")
     right, pairs = ranked(rows)
     if pairs:
         lines.append(f"- ranking: {right} of {pairs} pairs that differ by over 10 % ({right / pairs:.0%})")

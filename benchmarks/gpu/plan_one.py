@@ -243,8 +243,8 @@ def one(case, machine, device, memory):
 
 
 def warm_up(device):
-    """Load what a process loads once, kernels of the GPU above all, or the first case with offload would have
-    it among its host memory (0.1 GiB on an H200)."""
+    """Load what a process loads once and keeps, or the first case with offload would have it among its host
+    memory (0.1 GiB on an H200)."""
     for offload, recompute in ((None, True), (zs.Offload(), True), (zs.Offload(), False)):
         model = meta_model("tiny")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from .fused import workspace
+from .recurrent import with_workspace
 from .traffic import cost
 
 
@@ -24,7 +25,7 @@ class Meter(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = with_workspace(func, args, func(*args, **(kwargs or {})), self._gpu)
         self._work(*cost(func, args, kwargs or {}, result))
         for tensor in tree_flatten(result)[0]:
             if isinstance(tensor, Tensor):

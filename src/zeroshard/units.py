@@ -125,29 +125,37 @@ def _repeated(model: nn.Module) -> list[str]:
     """The outermost modules that stand beside others of their class: transformer blocks, residual blocks,
     layers of a list.
 
-    Composite modules first (a block has children). A model of plain layers, such as a VGG, falls back to the
-    children of its lists and sequences, so that one large layer does not force the whole model into one unit.
+    Composite modules first (a block has children; a sequence in a list of sequences is one too, unless it
+    holds blocks). A model of plain layers, such as a VGG, falls back to the children of its lists and
+    sequences, so that one large layer does not force the whole model into one unit.
     """
-    found = _repeated_children(model, "", composite=True)
-    return found or _repeated_children(model, "", composite=False)
+    return _blocks(model, "") or _layers(model, "")
 
 
-def _repeated_children(module: nn.Module, path: str, composite: bool) -> list[str]:
-    children = [(f"{path}.{n}" if path else n, c) for n, c in module.named_children() if _has_parameters(c)]
+def _blocks(module: nn.Module, path: str) -> list[str]:
+    children = _children(module, path)
     kinds = Counter(type(child) for _, child in children)
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
     result = []
     for name, child in children:
-        is_block = next(child.children(), None) is not None and not isinstance(
-            child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-        )
-        if (composite and is_block and kinds[type(child)] > 1) or (
-            not composite and is_list and not _is_list(child)
-        ):
-            result.append(name)
-        else:
-            result += _repeated_children(child, name, composite)
+        inner = _blocks(child, name)
+        sequence = _is_list(module) and isinstance(child, nn.Sequential) and not inner
+        result += [name] if kinds[type(child)] > 1 and (_is_block(child) or sequence) else inner
     return result
+
+
+def _layers(module: nn.Module, path: str) -> list[str]:
+    result = []
+    for name, child in _children(module, path):
+        result += [name] if _is_list(module) and not _is_list(child) else _layers(child, name)
+    return result
+
+
+def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    return [(f"{path}.{n}" if path else n, c) for n, c in module.named_children() if _has_parameters(c)]
+
+
+def _is_block(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and not _is_list(module)
 
 
 def _is_list(module: nn.Module) -> bool:

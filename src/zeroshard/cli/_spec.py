@@ -150,7 +150,14 @@ def _configured(text: str) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _by_transformers(told: dict[str, Any], where: str) -> Any:
-    transformers = importlib.import_module("transformers")
+    try:
+        transformers = importlib.import_module("transformers")
+    except Exception as error:  # found, and broken: a dependency of its own is missing, or torch is too old
+        raise OptionError(
+            f"transformers, which is installed and would build the model of {where}, cannot be imported: "
+            f"{type(error).__name__}: {error}. Repair it (pip install --upgrade transformers) or uninstall "
+            "it: common types are then built from shapes of our own."
+        ) from error
     try:
         rest = {key: value for key, value in told.items() if key != "model_type"}
         config = transformers.AutoConfig.for_model(told.get("model_type"), **rest)

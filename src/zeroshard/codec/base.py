@@ -9,8 +9,10 @@ be compared, printed and shared.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from zeroshard.policy import Numerics
 # one wire and a GPU moves sixteen bytes at a time.
 ALIGNMENT = 16
 
+Residual = Literal["float32", "bfloat16"]
+RESIDUALS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _kinds: dict[str, type[Compression]] = {}
 
 
@@ -104,13 +108,24 @@ class Codec(Compression):
         """What step number `step` travels through; None: as it is."""
         return self if self.active(step) else None
 
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """In which ``state["residual"]`` is kept; everything else of a state is fp32."""
+        return torch.float32
+
+    def _state_dtypes(self) -> dict[str, torch.dtype]:
+        kept = {"residual": self.residual_dtype}
+        return {name: kept.get(name, torch.float32) for name in self.state_names}
+
     def state(self, numel: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The state of a piece before the first step."""
-        return {name: torch.zeros(numel, device=device) for name in self.state_names}
+        return {
+            n: torch.zeros(numel, dtype=dtype, device=device) for n, dtype in self._state_dtypes().items()
+        }
 
     def state_bytes(self, numel: int) -> int:
         """The bytes of `state`, without making it."""
-        return 4 * numel * len(self.state_names)
+        return numel * sum(dtype.itemsize for dtype in self._state_dtypes().values())
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
@@ -177,6 +192,27 @@ def check_freeze(name: str, freeze: object, warmup_steps: int) -> None:
             f"{name}(freeze=True) keeps Adam's second moments as the warm-up leaves them, and there is none: "
             f"pass {name}(freeze=True, warmup_steps=...), a fifth of the run for example."
         )
+
+
+def check_residual(name: str, residual: object, feedback: bool) -> None:
+    """Raise unless a residual of this dtype can be kept."""
+    if residual not in RESIDUALS:
+        raise OptionError(f"{name}(residual={residual!r}): pass 'float32' or 'bfloat16'.")
+    if residual != "float32" and not feedback:
+        raise OptionError(
+            f"{name}(residual={residual!r}) keeps nothing without feedback=True: drop one of them."
+        )
+
+
+@contextmanager
+def wide_residual(state: dict[str, Tensor]) -> Iterator[Tensor]:
+    """What is kept as fp32, to be changed in place; 16-bit state is rounded to nearest afterwards. (Which it
+    is says the state, not the codec: a warm-up works on the state of the codec that follows it.)"""
+    kept = state["residual"]
+    wide = kept.float() if kept.dtype == torch.bfloat16 else kept
+    yield wide
+    if wide is not kept:
+        kept.copy_(wide)
 
 
 def check_warmup(name: str, codec: Codec, warmup: object, warmup_steps: int) -> None:

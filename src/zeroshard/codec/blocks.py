@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zeroshard.codec import gpu
-from zeroshard.codec.base import Codec, check, padded
+from zeroshard.codec.base import RESIDUALS, Codec, Residual, check, check_residual, padded, wide_residual
 from zeroshard.errors import OptionError
 from zeroshard.native.codes import Blocks
 
@@ -45,9 +45,11 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocked(Codec):
-    """What codecs in blocks have in common. `block` is a multiple of 16."""
+    """What codecs in blocks have in common. `block` is a multiple of 16. `residual`: the dtype in which what
+    was not sent is kept; "bfloat16" is half the memory, rounded once a step."""
 
     block: int = 256
+    residual: Residual = field(default="float32", kw_only=True)
     bits: ClassVar[int]
 
     def __post_init__(self) -> None:
@@ -55,6 +57,11 @@ class Blocked(Codec):
             raise OptionError(
                 f"{type(self).__name__}(block={self.block!r}): a multiple of 16 from 16 to 65536 is needed."
             )
+        check_residual(type(self).__name__, self.residual, self.feedback)
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        return RESIDUALS[self.residual]
 
     def wire_bytes(self, numel: int) -> int:
         return self.scale_bytes(numel) + padded(self._packed_bytes(numel))
@@ -68,7 +75,13 @@ class Blocked(Codec):
 
     def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
         check(self, values, code)
-        residual = state["residual"] if self.feedback else None
+        if not self.feedback:
+            self._encode(values, code, None, step)
+            return
+        with wide_residual(state) as residual:
+            self._encode(values, code, residual, step)
+
+    def _encode(self, values: Tensor, code: Tensor, residual: Tensor | None, step: int) -> None:
         scales, packed = self._parts(code, values.numel())
         form = Blocks(self.block, self.bits, self._salt(step))
         _clear_gaps(code, 2 * scales.numel(), self.scale_bytes(values.numel()), packed.numel())

@@ -10,7 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import Codec, check, check_freeze, check_steps, check_warmup, padded
+from zeroshard.codec.base import (
+    RESIDUALS,
+    Codec,
+    Residual,
+    check,
+    check_freeze,
+    check_residual,
+    check_steps,
+    check_warmup,
+    padded,
+    wide_residual,
+)
 from zeroshard.codec.blocks import MAGNITUDE
 from zeroshard.errors import OptionError
 from zeroshard.native.codes import largest
@@ -36,6 +47,8 @@ class TopK(Codec):
     `freeze`: Adam's second moments stay as the warm-up leaves them; without it they see rare spikes of all
     that waited. For Adam and AdamW; 4 more bytes a parameter, divided as the optimizer's state is.
 
+    `residual`: "bfloat16" keeps what was not sent in half the memory, rounded once a step.
+
     Biases and norms are few and do not bear waiting: give them another codec by a pattern.
 
     >>> TopK(ratio=0.4).round_trip(torch.tensor([1.0, -3.0, 2.0, 0.5, -2.0]))
@@ -48,6 +61,7 @@ class TopK(Codec):
     freeze: bool = False
     ramp_steps: int = 0
     warmup: Codec | None = None
+    residual: Residual = "float32"
     numerics: ClassVar[Numerics] = "approximate"
 
     def __post_init__(self) -> None:
@@ -55,6 +69,7 @@ class TopK(Codec):
             raise OptionError(f"TopK(ratio={self.ratio!r}): a share above 0 and up to 1 is needed.")
         if not isinstance(self.momentum, (int, float)) or not 0.0 <= self.momentum < 1.0:
             raise OptionError(f"TopK(momentum={self.momentum!r}) must be at least 0 and below 1.")
+        check_residual("TopK", self.residual, True)
         check_steps("TopK", self.warmup_steps)
         check_freeze("TopK", self.freeze, self.warmup_steps)
         check_warmup("TopK", self, self.warmup, self.warmup_steps)
@@ -96,6 +111,10 @@ class TopK(Codec):
     def state_names(self) -> tuple[str, ...]:
         return ("residual", "momentum") if self.momentum else ("residual",)
 
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        return RESIDUALS[self.residual]
+
     def count(self, numel: int) -> int:
         """How many of `numel` values travel."""
         return min(numel, max(1, round(self.ratio * numel)))
@@ -105,9 +124,13 @@ class TopK(Codec):
 
     def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
         check(self, values, code)
-        count, residual = self.count(values.numel()), state["residual"]
-        if not count:
+        if not values.numel():
             return
+        with wide_residual(state) as residual:
+            self._encode(values, code, residual, state)
+
+    def _encode(self, values: Tensor, code: Tensor, residual: Tensor, state: dict[str, Tensor]) -> None:
+        count = self.count(values.numel())
         places, chosen = self._parts(code, count)
         code[8 * count :].zero_()
         if values.device.type == "cpu" and largest(
