@@ -138,7 +138,8 @@ def test_codec_benchmark_measures_and_judges(monkeypatch: pytest.MonkeyPatch) ->
     assert len(rows) == 1 + 3 * len(bench.CODECS)
     assert all(row["gb_per_s_thread"] > 0 for row in rows)
     lost = bench.losses(10_000)
-    assert lost["Int8(block=256, feedback=False, stochastic=False)"]["fewer_bytes"] >= 3.9
+    int8 = [figures for name, figures in lost.items() if name.startswith("Int8(")]
+    assert min(figures["fewer_bytes"] for figures in int8) >= 3.9
     assert 0.0 < lost["Cast(dtype='bfloat16')"]["relative_error"] < 2**-8
     assert bench.table(rows, lost).count("Int8(") == 3
     slow = {"codec": "Int8(…)", "work": "encode", "threads": 1, "gb_per_s_thread": 0.5}
