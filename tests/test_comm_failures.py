@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import threading
 import time
 
 import pytest
@@ -104,6 +106,45 @@ def test_a_wait_has_an_end(kind: str) -> None:
     assert isinstance(found[0], RankError)
     assert "rank 0 waited " in str(found[0])
     assert "for barrier 'after the step'" in str(found[0])
+
+
+def test_bulk_traffic_is_posted_by_a_thread_that_ends_with_its_transport() -> None:
+    """A caller that starts a reduction goes on at once, though gloo is busy; see [Note: the post]."""
+    size, posts, before = 1 << 16, set[threading.Thread](), set(threading.enumerate())
+
+    def body(transport: Transport) -> tuple[float, list[float]]:
+        assert isinstance(transport, GlooTransport)
+        wire = transport.allocate("wire", 2 * size, torch.float32)
+        wire.mine.fill_(1.0 + transport.rank)
+        out, busy = torch.zeros(size), threading.Event()
+        posts.update(thread for thread in threading.enumerate() if thread.name == "zeroshard post")
+        transport._link._post.put(lambda: busy.wait(30) and None)
+        work = transport.reduce("reduce", "wire", wire, [size, size], out, 1.0)
+        agreed = transport.sum([1.0])  # letters go past what is being posted
+        assert not out.any()
+        busy.set()
+        work.wait()
+        return out.mean().item(), agreed
+
+    assert threads("gloo", 2, body) == [(3.0, [2.0])] * 2
+    assert posts - before
+    for thread in posts - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_what_gloo_refuses_is_raised_where_it_is_waited_for() -> None:
+    def body(transport: Transport) -> None:
+        assert isinstance(transport, GlooTransport)
+        wire = transport.allocate("wire", 64, torch.float32)
+        transport.barrier("both are here")
+        transport._link._break()
+        transport.reduce("reduce", "wire", wire, [32, 32], torch.zeros(32), 1.0).wait()
+
+    found = threads("gloo", 2, body, fails=True)
+    for error in found:
+        assert isinstance(error, RankError)
+        assert re.search(r"its reduce \[wire\]", str(error))
 
 
 def test_waits_on_a_device_are_given_up_too() -> None:

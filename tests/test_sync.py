@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,14 @@ def test_a_warm_up_accumulates_and_then_delays() -> None:
     found = ranks(WORLD).run(trained, options, STEPS, 0.2, 2)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_a_warm_up_on_the_host_does_the_same(world: int) -> None:
+    options = {"stage": 3, "sync": zs.Delayed(warmup_steps=2), "offload": zs.Offload(), "clip_norm": math.inf}
+    found = trained(options) if world == 1 else ranks(world).run(trained, options)[0]
+    for name, value in delayed_by_hand(world, STEPS, early=2).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def delayed_misuse() -> list[str]:

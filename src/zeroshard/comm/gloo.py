@@ -21,7 +21,7 @@ import torch
 from zeroshard.errors import RankError
 
 from . import bounce, failure
-from .link import Job, Link, Messages
+from .link import LETTERS, Job, Link, Messages
 from .sums import sum_pieces
 from .transport import (
     HEAD,
@@ -73,7 +73,7 @@ class GlooTransport(Transport):
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
         self._names = names
         self._link = Link(store, rank, size, timeout, watch, names)
-        self._link.tag("mail", 0)
+        self._link.tag(LETTERS, 0)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._lanes_used = 0
         self._lanes_free: list[int] = []
@@ -319,7 +319,7 @@ class GlooTransport(Transport):
         came = {peer: bytearray(lengths[peer]) for peer in self._peers if lengths[peer]}
         receives = [(peer, torch.frombuffer(buffer, dtype=torch.uint8)) for peer, buffer in came.items()]
         sends = [(peer, out) for peer in self._peers] if mine else []
-        got, sent = self._link.start(label, "mail", receives, sends)
+        got, sent = self._link.start(label, LETTERS, receives, sends)
         self._link.wait(got)
         self._link.wait(sent)
         return [mine if rank == self.rank else bytes(came.get(rank, b"")) for rank in range(self.size)]
@@ -351,7 +351,7 @@ class GlooTransport(Transport):
             part = buffer[start:stop]
             receives = [(source, part)] if not sends and stop > start else []
             targets = [(peer, part) for peer in self._peers] if sends and stop > start else []
-            for job in self._link.start(label, "mail", receives, targets):
+            for job in self._link.start(label, LETTERS, receives, targets):
                 self._link.wait(job)
 
         with self.counters.waiting("broadcast"):
