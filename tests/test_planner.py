@@ -404,7 +404,8 @@ def test_several_micro_batches_take_a_whole_gradient_and_as_many_passes() -> Non
     asked: Any = {"ranks": 1, "limit": "64GiB", "batch": "64x64", "offload": zs.Offload(), "clip_norm": 1.0}
     one, four = (zs.plan(model, micro_batches=n, precision="bf16", **asked).chosen for n in (1, 4))
     whole = 2 * sum(p.numel() for p in model.parameters())
-    assert four.device - one.device == whole
+    head = 2 * 100 * 256  # at its fullest one pass has the gradient of the head too
+    assert four.device - one.device == whole - head
     assert four.seconds["compute"] == pytest.approx(4 * one.seconds["compute"])
 
 
