@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -166,7 +167,8 @@ def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_spans_are_drawn_where_and_as_long_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = loaded("spans", monkeypatch)
-    panel = spans.Panel("one", [("forward", 0.0, 0.5), ("wait reduce", 0.5, 0.75)], [(0.5, 10), (0.75, 5)])
+    of_steps = [("forward", 0.0, 0.5), ("wait reduce", 0.5, 0.75), ("host", 0.25, 0.75)]
+    panel = spans.Panel("one", of_steps, [(0.5, 10), (0.75, 5)])
     root = ElementTree.fromstring(spans.draw("title & more", [panel], seconds=1.0))
     left, scale = spans.LEFT, spans.WIDTH - spans.LEFT - 20
     found = {
@@ -176,7 +178,10 @@ def test_spans_are_drawn_where_and_as_long_as_they_were(monkeypatch: pytest.Monk
     }
     assert found["forward"] == pytest.approx((left, 0.5 * scale), abs=0.1)
     assert found["wait"] == pytest.approx((left + 0.5 * scale, 0.25 * scale), abs=0.1)
-    link = [float(rect.attrib["height"]) for rect in root if rect.attrib.get("fill") == "#72609b"]
+    assert found["host"] == pytest.approx((left + 0.25 * scale, 0.5 * scale), abs=0.1)
+    bars = next(path.attrib["d"] for path in root if path.tag.endswith("path"))
+    link = [float(tall) for tall in re.findall(r"v-([\d.]+)h", bars)]
+    assert len(link) == 2
     assert link[0] == pytest.approx(2 * link[1], rel=0.02), "twice the bytes, twice as tall"
 
 
