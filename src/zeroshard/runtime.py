@@ -445,7 +445,6 @@ class Runtime:
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
-        bundles = self.bundles
-        self._overlaps = self._overlaps or any(b.rests.rows != "device" for b in bundles)
-        self._refreshed = [b for b in bundles if b.refreshes]  # in `publish`: often none of many small ones
-        self._handed_on = [b for b in bundles if b.exchanges or (self._overlaps and b.resident)]
+        self._overlaps = self._overlaps or any(b.rests.rows != "device" for b in self.bundles)
+        self._refreshed = [b for b in self.bundles if b.refreshes]  # in `publish`: often none of many
+        self._handed_on = [b for b in self.bundles if b.exchanges or (self._overlaps and b.resident)]
