@@ -151,8 +151,9 @@ def slow_down(host: Any, seconds: float, recorder: Recorder) -> None:
     update, wait, each = host._update, host.wait, seconds / len(host.parts)
 
     def slowly(staged: Any) -> None:
-        time.sleep(each)
-        update(staged)
+        with recorder.span("host"):
+            time.sleep(each)
+            update(staged)
 
     def waiting(part: Any) -> None:
         with recorder.span("wait host"):

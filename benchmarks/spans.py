@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, LANE, GAP = 1000, 90, 20, 4
-COLOURS = {"forward": "#4c78a8", "backward": "#54a24b", "update": "#f58518", "wait": "#e45756"}
-LANES = ("compute", "waiting", "link")
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#54a24b",
+    "update": "#f58518",
+    "wait": "#e45756",
+    "host": "#b279a2",
+}
+LANES = ("compute", "waiting", "host", "link")
+NARROW = 0.3  # pixels: what is narrower cannot be seen
+OWN_LANES = {"wait": "waiting", "host": "host"}
 
 
 @dataclass(frozen=True)
@@ -49,24 +57,21 @@ def _panel(panel: Panel, top: int, scale: float, seconds: float, most: int) -> l
             f'<rect x="{LEFT}" y="{y}" width="{seconds * scale:.1f}" height="{LANE}" fill="#f4f4f4"/>'
         )
     for what, start, stop in panel.spans:
-        if start < seconds:
+        if start < seconds and (stop - start) * scale >= NARROW:
             kind = "wait" if what.startswith("wait") else what
-            y = rows["waiting" if kind == "wait" else "compute"]
-            wide = max((min(stop, seconds) - start) * scale, 0.3)
+            y = rows[OWN_LANES.get(kind, "compute")]
+            wide = (min(stop, seconds) - start) * scale
             parts.append(
                 f'<rect x="{LEFT + start * scale:.1f}" y="{y}" width="{wide:.1f}" height="{LANE}" '
                 f'fill="{COLOURS[kind]}"><title>{escape(what)} {1e3 * (stop - start):.1f} ms</title></rect>'
             )
-    y, last = rows["link"] + LANE, 0.0
+    y, last, bars = rows["link"] + LANE, 0.0, []
     for moment, count in panel.link:
         if moment < seconds and count:
-            tall = LANE * count / most
-            parts.append(
-                f'<rect x="{LEFT + last * scale:.1f}" y="{y - tall:.1f}" '
-                f'width="{max((moment - last) * scale, 0.3):.1f}" height="{tall:.1f}" fill="#72609b"/>'
-            )
+            wide, tall = max((moment - last) * scale, NARROW), LANE * count / most
+            bars.append(f"M{LEFT + last * scale:.1f} {y}v-{tall:.1f}h{wide:.1f}v{tall:.1f}z")
         last = moment
-    return parts
+    return [*parts, f'<path d="{"".join(bars)}" fill="#72609b"/>']
 
 
 def _legend(top: int) -> list[str]:

@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,16 @@ def test_a_machine_is_measured_once_and_again_when_told(
     assert told()["memory_rate"] != 12345.0  # another version's
     monkeypatch.setattr(measure, "disk_rate", lambda folder: 77.0)
     assert told("--disk-path", str(tmp_path))["disk_rate"] == 77.0
+
+
+def test_what_python_takes_is_measured() -> None:
+    """For a kernel, and for a share of an update that another thread takes meanwhile; no thread is left."""
+    threads = threading.active_count()
+    small = measure._Small(torch.device("cpu"))
+    assert 8 * 20 < small.kernels < 8 * 60  # eight blocks, forward and backward
+    assert 1e-7 < small.seconds() / small.kernels < 1e-2
+    assert 0 <= measure._hand(small, 1, share=2**14) < 1
+    assert threading.active_count() == threads
 
 
 def wide() -> nn.Module:

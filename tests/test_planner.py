@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -165,7 +166,15 @@ def test_recomputation_saves_less_and_costs_a_forward() -> None:
         assert 0.5 * one.flops < two.back - one.back < one.flops if one.unit else two.back == one.back
 
 
-def peak_of_a_step(options: dict[str, Any], rows: int) -> tuple[int, int]:
+def step(run: zs.Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, passes: int) -> None:
+    for number in range(passes):
+        with run.no_sync() if number < passes - 1 else nullcontext():
+            model(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def peak_of_a_step(options: dict[str, Any], rows: int, passes: int) -> tuple[int, int]:
     """The most bytes of tensors that the operations of a step made, after two others; and the prediction."""
     model = models.GPT(even=True, blocks=6)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -176,64 +185,66 @@ def peak_of_a_step(options: dict[str, Any], rows: int) -> tuple[int, int]:
     names = [unit.name for unit in units if unit.name]
     segments = Tracer(model, names, setup.recomputes, compute).run(Inputs.of(batch), None)
     run = zs.shard(model, optimizer, **options)
-    moments = step_moments(dataclasses.replace(setup, rank=run.rank), segments)
+    moments = step_moments(dataclasses.replace(setup, rank=run.rank), segments, unsynced=passes > 1)
     for _ in range(2):
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(run, model, optimizer, batch, passes)
     with PeakBytes() as peak:
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(run, model, optimizer, batch, passes)
     run.close()
     return peak.most, max(m.kinds["arriving"] + m.kinds["activations"] + m.kinds["update"] for m in moments)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (16, 1), (4, 3)])
 @pytest.mark.parametrize(
     "options",
     [{"stage": 2}, {"stage": 3, "recompute": True, "bucket_bytes": 40000}, {"stage": 3, "precision": "bf16"}],
 )
-def test_the_peak_of_a_sharded_step(options: dict[str, Any], rows: int) -> None:
-    """Activations, temporaries, and gradients that wait for their buckets, all at one moment."""
-    for measured, predicted in ranks(2).run(peak_of_a_step, options, rows):
+def test_the_peak_of_a_sharded_step(options: dict[str, Any], rows: int, passes: int) -> None:
+    """Activations, temporaries, and gradients that wait for their buckets, all at one moment; with several
+    micro-batches also those that were not synchronised."""
+    for measured, predicted in ranks(2).run(peak_of_a_step, options, rows, passes):
         assert_bytes(predicted, measured, 0.01, f"{options} {rows}")
 
 
-def send(options: dict[str, Any]) -> tuple[Any, Sent]:
+def send(options: dict[str, Any], passes: int = 1) -> tuple[Any, Sent]:
     """What one step of a run sent, and what was predicted."""
     model = models.Tower(96, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
     run = zs.shard(model, optimizer, **options)
-    for step in range(3):
-        if step == 2:
+    for count in range(3):
+        if count == 2:
             before = run.stats()
-        model(torch.ones(2, 96)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(run, model, optimizer, torch.ones(2, 96), passes)
     sent = run.stats() - before
     run.close()
-    return sent, sent_by_rank(Setup(units, run.options, run.size, rules), run.options.ranks_per_node)
+    return sent, sent_by_rank(Setup(units, run.options, run.size, rules), run.options.ranks_per_node, passes)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "options",
+    ("options", "passes"),
     [
-        *[{"stage": stage} for stage in (0, 1, 2, 3)],
-        {"stage": 0, "compress": zs.LowRank(4)},
-        {"stage": 3, "compress": zs.TopK(0.1), "gather": zs.Int8()},
-        {"stage": 3, "gather": zs.Delta()},
-        {"stage": 0, "compress": zs.Int8(), "transport": "gloo", "ranks_per_node": 2},
-        {"stage": 2, "transport": "nodes", "ranks_per_node": 2},
-        {"stage": 3, "node_cache": True, "ranks_per_node": 2},
-        {"stage": 3, "node_cache": True, "ranks_per_node": 2, "gather": zs.Int8(), "compress": zs.Int8()},
+        *[({"stage": stage}, 1) for stage in (0, 1, 2, 3)],
+        ({"stage": 0, "compress": zs.LowRank(4)}, 1),
+        ({"stage": 3, "compress": zs.TopK(0.1), "gather": zs.Int8()}, 1),
+        ({"stage": 3, "gather": zs.Delta()}, 1),
+        ({"stage": 0, "compress": zs.Int8(), "transport": "gloo", "ranks_per_node": 2}, 1),
+        ({"stage": 2, "transport": "nodes", "ranks_per_node": 2}, 1),
+        ({"stage": 3, "node_cache": True, "ranks_per_node": 2}, 1),
+        ({"stage": 3, "node_cache": True, "ranks_per_node": 2}, 3),
+        (
+            {"stage": 3, "node_cache": True, "ranks_per_node": 2, "gather": zs.Int8(), "compress": zs.Int8()},
+            1,
+        ),
+        ({"stage": 3}, 3),
+        ({"stage": 3, "gather": zs.Delta()}, 2),
+        ({"stage": 1, "compress": zs.Int8()}, 2),
     ],
 )
-def test_bytes_sent_are_what_was_predicted(options: dict[str, Any]) -> None:
-    for real, predicted in ranks(4 if "ranks_per_node" in options else 2).run(send, options):
+def test_bytes_sent_are_what_was_predicted(options: dict[str, Any], passes: int) -> None:
+    for real, predicted in ranks(4 if "ranks_per_node" in options else 2).run(send, options, passes):
         for sent, said in ((real.sent, predicted.total), (real.between, predicted.between)):
             assert {kind for kind, count in sent.items() if count} == {kind for kind in said if said[kind]}
             for kind, count in said.items():
@@ -388,6 +399,16 @@ def test_what_the_user_says_is_kept_to() -> None:
     assert plan.options()["offload"] == offload
 
 
+def test_several_micro_batches_take_a_whole_gradient_and_as_many_passes() -> None:
+    model = on_meta(partial(Huge, 256, 2, 100))
+    asked: Any = {"ranks": 1, "limit": "64GiB", "batch": "64x64", "offload": zs.Offload(), "clip_norm": 1.0}
+    one, four = (zs.plan(model, micro_batches=n, precision="bf16", **asked).chosen for n in (1, 4))
+    whole = 2 * sum(p.numel() for p in model.parameters())
+    head = 2 * 100 * 256  # at its fullest one pass has the gradient of the head too
+    assert four.device - one.device == whole - head
+    assert four.seconds["compute"] == pytest.approx(4 * one.seconds["compute"])
+
+
 def test_models_of_other_kinds_are_planned() -> None:
     for factory, batch in ((Convolutions, torch.zeros(4, 3, 16, 16)), (Recurrent, torch.zeros(2, 5, 6))):
         plan = zs.plan(on_meta(factory), ranks=2, limit="1GiB", batch=batch)
@@ -400,6 +421,8 @@ def test_misuse_is_told() -> None:
         zs.plan(model, ranks=0, limit="1GiB")
     with pytest.raises(OptionError, match=r"no option 'presicion'.*precision"):
         zs.plan(model, ranks=1, limit="1GiB", presicion="bf16")  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="micro_batches=0 must be a number of micro-batches, 1 or more"):
+        zs.plan(model, ranks=1, limit="1GiB", micro_batches=0)
     with pytest.raises(OptionError, match="8x2048"):
         tokens("8 by 2")
     with pytest.raises(zs.PlanError, match=r"inputs of shape \(3,\) cannot be traced"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,53 @@ def test_a_warm_up_accumulates_and_then_delays() -> None:
     found = ranks(WORLD).run(trained, options, STEPS, 0.2, 2)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def sent_in_order(steps: int) -> tuple[int, list[list[str]]]:
+    """The number of buckets, and what each step starts to send: from its forward to its update."""
+    model = models.build("gpt")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, stage=2, sync=zs.Delayed(), bucket_bytes=4096, transport="gloo")
+    transport, sent = run._runtime.transport, list[str]()
+    plain = {"reduce": transport.reduce, "gather": transport.gather}
+
+    def noting(verb: str) -> Any:
+        def note(*args: Any) -> Any:
+            sent.append(verb)
+            return plain[verb](*args)
+
+        return note
+
+    transport.reduce, transport.gather = noting("reduce"), noting("gather")  # type: ignore[method-assign]
+    each = []
+    for step in range(steps):
+        model(models.GPT.batch(ROWS, seed=10 * step + run.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        each.append(list(sent))
+        sent.clear()
+    buckets = len(run._runtime.pace.gradients.buckets)
+    run.close()
+    return buckets, each
+
+
+def test_new_parameters_go_before_the_last_gradients() -> None:
+    for buckets, each in ranks(WORLD).run(sent_in_order, 3):
+        late = buckets // 4
+        assert late > 1
+        for step, sent in enumerate(each):
+            published = sent.count("gather")
+            behind = late if step else 0
+            assert sent == ["gather"] * published + ["reduce"] * (behind + buckets - late)
+            assert published > 1
+
+
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_a_warm_up_on_the_host_does_the_same(world: int) -> None:
+    options = {"stage": 3, "sync": zs.Delayed(warmup_steps=2), "offload": zs.Offload(), "clip_norm": math.inf}
+    found = trained(options) if world == 1 else ranks(world).run(trained, options)[0]
+    for name, value in delayed_by_hand(world, STEPS, early=2).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def delayed_misuse() -> list[str]:

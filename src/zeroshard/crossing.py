@@ -55,9 +55,9 @@ class Sent:
         return sum(self.total.values()) - sum(self.between.values())
 
 
-def sent_by_rank(setup: Division, ranks_per_node: int | None = None) -> Sent:
-    """What goes to other ranks. Padding, flags and agreements are left out; of a codec for rows, all rows
-    count."""
+def sent_by_rank(setup: Division, ranks_per_node: int | None = None, passes: int = 1) -> Sent:
+    """What goes to other ranks in a step of so many forward and backward passes. Padding, flags and
+    agreements are left out; of a codec for rows, all rows count."""
     world, each = setup.world, min(ranks_per_node or setup.world, setup.world)
     asked = setup.options.node_cache or setup.options.transport == "nodes"
     sent = Sent(world, each, asked and 1 < each < world)
@@ -72,9 +72,14 @@ def sent_by_rank(setup: Division, ranks_per_node: int | None = None) -> Sent:
     ends = {setup.units[0].name, setup.units[-1].name}  # stay gathered between forward and backward
     for bundle in setup.bundles:
         size, kept = _gathered(setup, bundle), setup.keeps(bundle)
-        sent.add("publish" if kept else "gather", size)
-        if not kept and not (setup.codes(bundle) and setup.changes) and bundle.unit not in ends:
-            sent.add("gather", size, cached=setup.options.node_cache)
+        if kept:
+            sent.add("publish", size)
+            continue
+        again = not (setup.codes(bundle) and setup.changes)
+        for number in range(passes if again else 1):
+            sent.add("gather", size, cached=setup.options.node_cache and number > 0)
+            if again and bundle.unit not in ends:
+                sent.add("gather", size, cached=setup.options.node_cache)
     return sent
 
 

@@ -11,7 +11,8 @@ from .timeline import Moment, step_moments
 
 def moments_of(question: Question, options: Options) -> list[Moment]:
     """A way's step in time, for a picture."""
-    moments = step_moments(question.setup(options), question.segments(options), question.inputs)
+    unsynced = question.micro_batches > 1
+    moments = step_moments(question.setup(options), question.segments(options), question.inputs, unsynced)
     return [with_margin(question, moment) for moment in moments]
 
 

@@ -244,12 +244,12 @@ class _Small:
         return _seconds(self.step, self.device, repeats)
 
 
-def _hand(small: _Small, threads: int) -> float:
-    """Seconds by which each share that is handed to a thread holds up one that calls operations: both want
-    the interpreter. Shares as large as the smallest of a real update."""
-    rows, workers = AdamRows.zeros(2**16 * threads), Workers(threads)
-    grad = torch.zeros(2**16 * threads)
-    weight, step, handed, going = torch.zeros_like(grad), AdamStep(lr=1e-3, step=1), 0, True
+def _hand(small: _Small, threads: int, share: int = 2**20) -> float:
+    """Seconds by which each share of an update that a thread of the host takes holds up the one that calls
+    operations: both want the interpreter and the memory. Shares as large as those of real updates."""
+    numel, handed, going = share * threads, 0, True
+    rows, workers, step = AdamRows.zeros(numel), Workers(threads), AdamStep(lr=1e-3, step=1)
+    grad, weight = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
 
     def chunk(start: int, stop: int) -> None:
         adam_update(rows, grad[start:stop], weight[start:stop], step, start=start, stop=stop)
@@ -257,13 +257,15 @@ def _hand(small: _Small, threads: int) -> float:
     def updates() -> None:
         nonlocal handed
         while going:
-            workers.spread(2**16 * threads, 2**16, chunk)
+            workers.spread(numel, share, chunk)
             handed += threads
 
     alone = min(small.seconds() for _ in range(3))
     thread = Thread(target=updates)
     thread.start()
     try:
+        while not handed and thread.is_alive():  # the first touch of the memory is slow
+            small.step()
         before, start = handed, perf_counter()
         for _ in range(10):
             small.step()

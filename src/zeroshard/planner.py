@@ -39,6 +39,7 @@ class Question:
     - `options`: those that the user gave, and defaults. `stages`, `placings`, `precisions`, `recomputes`:
       what may be chosen; `free`: names of other options that may be chosen.
     - `trace`: the segments of a step under given options; without it activations are unknown.
+    - `micro_batches`: backward passes of a step, of which the last alone is synchronised.
     - `disk_path`: a folder on a disk that state may rest on; without it none does.
     - `shared`: device and host tier are one memory, of which a rank may use `limit`.
     """
@@ -54,6 +55,7 @@ class Question:
     disk_limit: int | None = None  # of a node
     disk_path: str | None = None
     inputs: int = 0
+    micro_batches: int = 1
     trace: Trace | None = None
     stages: tuple[Stage, ...] = (0, 1, 2, 3)
     placings: tuple[Placing, ...] = PLACINGS
@@ -387,8 +389,9 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
     setup = question.setup(options)
     segments = question.segments(options) if segments is None else segments
     peak = fullest(question, setup, segments)
-    sent = sent_by_rank(setup, question.ranks_per_node)
-    seconds = seconds_of(setup, segments, question.machine, sent)
+    passes = question.micro_batches
+    sent = sent_by_rank(setup, question.ranks_per_node, passes)
+    seconds = seconds_of(setup, segments * passes, question.machine, sent)
     precision, offload = options.precision, options.offload
     lean = (
         options.prefetch < question.options.prefetch or options.bucket_bytes < question.options.bucket_bytes
@@ -428,7 +431,8 @@ def with_margin(question: Question, moment: Moment) -> Moment:
 
 def fullest(question: Question, setup: Setup, segments: tuple[Segment, ...]) -> Moment:
     """The moment of a step with the most bytes."""
-    return with_margin(question, peak_of(step_moments(setup, segments, question.inputs)))
+    moments = step_moments(setup, segments, question.inputs, question.micro_batches > 1)
+    return with_margin(question, peak_of(moments))
 
 
 def _fits(question: Question, device: int, held: Buffers) -> bool:

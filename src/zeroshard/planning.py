@@ -40,6 +40,7 @@ class AskKeys(TypedDict, total=False):
     memory_limit_per_node: int | str | None
     nodes: int | None
     batch: Any
+    micro_batches: int | None
     loss: Loss | None
     machine: str | Machine | None
     precisions: Sequence[Precision | str | None] | None
@@ -68,6 +69,7 @@ def plan(
     - `batch`: one rank's micro-batch: a tensor, a tuple of arguments, a dict of keyword arguments, or
       ``"8x2048"`` for token ids of that shape. Only shapes and dtypes matter. Where inputs vary, give the
       largest. Without it activations are not counted.
+    - `micro_batches`: of a step, all but the last under `run.no_sync()`: their sum is a whole gradient.
     - `loss`: makes the loss of the model's output (default: its scalar or `.loss`, a cross-entropy for
       logits over tokens).
     - `optimizer`: default AdamW, fused. `machine`: a name of `zeroshard.machine.GPUS`, or a `Machine` with
@@ -175,6 +177,7 @@ def inquiry_for(
         optional("disk_limit"),
         wanted.get("disk_path"),
         resting + (inputs.nbytes if inputs else 0),
+        _count(wanted.get("micro_batches", 1), "micro_batches"),
         overlaps=place.overlaps,
         staged=place.staged,
         shared=place.one_memory and "memory_limit_per_node" in wanted,
@@ -243,9 +246,10 @@ def check_nodes(ranks: int, wanted: dict[str, Any]) -> None:
         wanted["ranks_per_node"] = ranks // nodes
 
 
-def _count(value: Any, what: str) -> None:
+def _count(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"{what}={value!r} must be a number of {what.split('_')[0]}, 1 or more.")
+        raise OptionError(f"{what}={value!r} must be a number of {what.replace('_', '-')}, 1 or more.")
+    return value
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer] | None:

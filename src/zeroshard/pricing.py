@@ -18,7 +18,8 @@ SHARE, GRAIN = (
     1 << 22,
     1 << 16,
 )  # elements that a thread updates at a time, at most and at least, as in `host`
-RECOMPUTED = 65  # launches that take Python as long as a checkpoint takes beside the kernels inside it
+# Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels.
+HOOKED, RECOMPUTED = 17, 75
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
 # on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
 SLOWER: dict[bool, dict[str, tuple[float, float]]] = {
@@ -89,7 +90,7 @@ def _interpreter(setup: Setup, segments: Sequence[Segment], machine: Machine) ->
     """Python runs one thread at a time: the one that launches kernels, and those that are handed shares of
     the host's updates."""
     again = sum(setup.recomputes(segment.unit) for segment in segments)
-    launches = sum(s.kernels for s in segments) + RECOMPUTED * again
+    launches = sum(s.kernels for s in segments) + RECOMPUTED * again + HOOKED * len(setup.units)
     offload = setup.options.offload
     threads = (offload.threads if offload else None) or max(machine.cores - 2, 1)
     shares = sum(-(-part.numel // _share(part.numel, threads)) for part in setup.parts if part.native)

@@ -66,9 +66,12 @@ class Moment:
         return sum(self.kinds.values())
 
 
-def step_moments(setup: Setup, segments: Sequence[Segment], inputs: int = 0) -> list[Moment]:
-    """One step in time. `inputs`: bytes of the batch and of the model's buffers. Without segments: no
-    activations."""
+def step_moments(
+    setup: Setup, segments: Sequence[Segment], inputs: int = 0, unsynced: bool = False
+) -> list[Moment]:
+    """One step in time, of several micro-batches the last. `inputs`: bytes of the batch and of the model's
+    buffers. Without segments: no activations. `unsynced`: leaves hold what backward passes without
+    synchronisation have accumulated."""
     held = setup.held
     chain = list(segments) or [Segment(unit.name) for unit in setup.units]
     lasting = {
@@ -81,11 +84,12 @@ def step_moments(setup: Setup, segments: Sequence[Segment], inputs: int = 0) -> 
     # Gradients that do not travel are there as they land; those of the step before all the time.
     settled = held.gradients if setup.reduces else held.gradients - _once(setup)
     moments, saved = [], 0
+    before = {"gradients": settled, "arriving": _unsynced(setup) if unsynced else 0}
     for segment in chain:
-        kinds = lasting | {"gradients": settled, "activations": saved + max(segment.forward, segment.saved)}
+        kinds = lasting | before | {"activations": saved + max(segment.forward, segment.saved)}
         moments.append(_moment(f"forward of {_label(segment)}", kinds))
         saved += segment.saved
-    fullest, landed_last = _arrivals(setup, chain)
+    fullest, landed_last = _arrivals(setup, chain, unsynced)
     for index in reversed(range(len(chain))):
         arriving, landed, level = fullest[index]
         kinds = lasting | {
@@ -117,12 +121,19 @@ def _once(setup: Setup) -> int:
     return sum(w.numel * WIDTHS[b.landed] for b in setup.buckets if b.part is None for w in b.weights)
 
 
+def _unsynced(setup: Setup) -> int:
+    """Bytes of a whole gradient on leaves."""
+    return sum(w.numel * WIDTHS[setup.dtypes(w)[0]] for w in setup.trainable.values())
+
+
 class _Arrivals:
     """Gradients on their way: `now` bytes wait on leaves for their bucket to fill and to have its turn; on
-    one rank `landed` bytes have become gradients of homes, or are flat ones for the host."""
+    one rank `landed` bytes have become gradients of homes, or are flat ones for the host. `unsynced`: all
+    leaves hold one from the beginning, to which the new ones are added."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.now, self._due = setup, 0, 0
+    def __init__(self, setup: Setup, unsynced: bool) -> None:
+        self.setup, self.now, self._due = setup, _unsynced(setup) if unsynced else 0, 0
+        self._added = not unsynced
         self._shown = self._flat = 0
         self._bucket_of = setup.bucket_of
         self._missing = [len(bucket.weights) for bucket in setup.buckets]
@@ -139,8 +150,9 @@ class _Arrivals:
         bucket, size = setup.buckets[number], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
         if not setup.reduces and bucket.part is None:
             self._shown += weight.numel * WIDTHS[bucket.landed]
+            self.now -= 0 if self._added else size
             return self.now, self.landed
-        self.now += size
+        self.now += size if self._added else 0
         most = self.now, self.landed
         self._waiting[number] += size
         self._missing[number] -= 1
@@ -154,13 +166,15 @@ class _Arrivals:
         return most
 
 
-def _arrivals(setup: Setup, chain: Sequence[Segment]) -> tuple[list[tuple[int, int, int]], int]:
+def _arrivals(
+    setup: Setup, chain: Sequence[Segment], unsynced: bool
+) -> tuple[list[tuple[int, int, int]], int]:
     """For each segment's backward, at its fullest: the bytes of gradients that wait on leaves and that have
     landed, and of activations beyond the saved ones. Then what has landed in the end."""
     traced = all(segment.levels for segment in chain)
     guessed = [] if traced else _weights_by_segment(setup, chain)
     by_name = setup.trainable
-    state, result = _Arrivals(setup), [(0, 0, 0)] * len(chain)
+    state, result = _Arrivals(setup, unsynced), [(0, 0, 0)] * len(chain)
     for index in reversed(range(len(chain))):
         segment = chain[index]
         if segment.levels:  # a new gradient is among the activations until it arrives

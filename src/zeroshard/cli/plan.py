@@ -52,6 +52,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--network", default="infiniband-ndr", help="a name of the table, or bytes a second")
     how = parser.add_argument_group("what is given")
     how.add_argument("--batch", metavar="SHAPE", help="one rank's micro-batch of token ids, such as 8x2048")
+    how.add_argument(
+        "--micro-batches", type=int, metavar="N", help="of a step, all but the last under no_sync"
+    )
     how.add_argument("--precision", help="bf16 or fp16 (default: as the model is)")
     how.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="consider this stage only")
     how.add_argument("--recompute", choices=("yes", "no"), help="of activations (default: chosen)")
@@ -132,6 +135,7 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
         "disk_limit": arguments.disk,
         "disk_path": arguments.disk_path,
         "batch": arguments.batch,
+        "micro_batches": arguments.micro_batches,
         "machine": machine,
         "precision": arguments.precision,
         "clip_norm": arguments.clip_norm,

@@ -9,6 +9,10 @@ transports add as soon as the pieces are there. So every bucket has its own wire
 is through with its parameters: so host updates may begin when it lands. A bucket of the last backward can:
 peers may still gather the rows that it would change. Sinks get theirs at the end of backward, behind a fence;
 early ones, which change no row before the step, as soon as it is there, from the next forward on.
+
+[Note: parameters first] New parameters are needed when the next forward begins, and these gradients only in
+the next backward. But both take the same way, one after another. So the last buckets of a backward, a quarter
+of all, leave behind the new parameters: when the next forward has begun. All ranks do it at the same place.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ class DelayedGradients(Gradients):
             self._coming.append(torch.zeros_like(bucket.landed))
             ledger.book("gradients", bucket.landed.nbytes)
         self._due: dict[int, Work] = {}  # by bucket: a reduction whose result nobody has seen
+        self._late: list[Bucket] = []  # filled, to be sent in the next forward
+        self._punctual = len(buckets) - max(len(buckets) // 4, 1)  # see [Note: parameters first]
         self._ready: dict[int, list[bool]] = {}  # landed, not shown: which parameters any rank used
 
     def advance(self) -> bool:
@@ -64,14 +70,29 @@ class DelayedGradients(Gradients):
         self._keep_aside(bucket)
         self._land(bucket)
         bucket.fill()
+        # Codes are short, and the next round may have another codec.
+        if self.behind and bucket.index >= self._punctual and type(bucket) is Bucket:
+            self._late.append(bucket)
+        else:
+            self._start(bucket)
+        self._next += 1
+
+    def _start(self, bucket: Bucket) -> None:
         shown, bucket.landed = bucket.landed, self._coming[bucket.index]
         self._due[bucket.index] = bucket.reduce()
         bucket.landed = shown
-        self._next += 1
+
+    def start_late(self) -> None:
+        """The next forward has begun, or somebody wants to see what is under way."""
+        late, self._late = self._late, []
+        for bucket in late:
+            self._start(bucket)
 
     @torch.no_grad()
     def _land(self, bucket: Bucket) -> None:
         """The last round's gradient of this bucket, if there is one."""
+        if bucket in self._late:
+            self.start_late()
         work = self._due.pop(bucket.index, None)
         if work is None:
             return
@@ -128,6 +149,7 @@ class DelayedGradients(Gradients):
 
     def drop(self) -> None:
         """Forget the gradients that are under way. The reductions end all the same: peers wait for them."""
+        self.start_late()
         for work in self._due.values():
             work.wait()
         self._due.clear()
@@ -137,6 +159,7 @@ class DelayedGradients(Gradients):
     def coming(self, every: bool) -> list[tuple[Param, Tensor]]:
         """Rows of the gradients under way, complete; with `every`, also of those that are not."""
         rank, found = self.transport.rank, []
+        self.start_late()
         for bucket in self.buckets:
             work, flat = self._due.get(bucket.index), self._coming[bucket.index]
             if work is not None:
@@ -156,6 +179,7 @@ class DelayedGradients(Gradients):
     def expect(self, names: set[str]) -> None:
         """The named gradients have been loaded into `coming`."""
         self._due.clear()
+        self._late.clear()
         for bucket in self.buckets:
             bucket.used = [p.name in names for p in bucket.params]
             if any(bucket.used):
@@ -215,6 +239,9 @@ class DelayedLocalGradients(LocalGradients):
             param.leaf.grad = None
             grad = grad.to(self._dtypes[param])
             self._new[param] = self._new[param].add_(grad) if param in self._new else grad
+
+    def start_late(self) -> None:
+        """Nothing travels."""
 
     def advance(self) -> bool:
         """Hand early sinks what they are behind by, as above. There is no other rank to differ from."""
@@ -295,6 +322,7 @@ class DelayedPace(Pace):
 
     def advance(self) -> None:
         if not self._unused and torch.is_grad_enabled():
+            self.gradients.start_late()
             self.begun = self.gradients.advance() or self.begun
 
     def ended(self) -> None:
