@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -138,7 +139,8 @@ def test_codec_benchmark_measures_and_judges(monkeypatch: pytest.MonkeyPatch) ->
     assert len(rows) == 1 + 3 * len(bench.CODECS)
     assert all(row["gb_per_s_thread"] > 0 for row in rows)
     lost = bench.losses(10_000)
-    assert lost["Int8(block=256, feedback=False, stochastic=False)"]["fewer_bytes"] >= 3.9
+    int8 = [figures for name, figures in lost.items() if name.startswith("Int8(")]
+    assert min(figures["fewer_bytes"] for figures in int8) >= 3.9
     assert 0.0 < lost["Cast(dtype='bfloat16')"]["relative_error"] < 2**-8
     assert bench.table(rows, lost).count("Int8(") == 3
     slow = {"codec": "Int8(…)", "work": "encode", "threads": 1, "gb_per_s_thread": 0.5}
@@ -165,7 +167,8 @@ def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_spans_are_drawn_where_and_as_long_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = loaded("spans", monkeypatch)
-    panel = spans.Panel("one", [("forward", 0.0, 0.5), ("wait reduce", 0.5, 0.75)], [(0.5, 10), (0.75, 5)])
+    of_steps = [("forward", 0.0, 0.5), ("wait reduce", 0.5, 0.75), ("host", 0.25, 0.75)]
+    panel = spans.Panel("one", of_steps, [(0.5, 10), (0.75, 5)])
     root = ElementTree.fromstring(spans.draw("title & more", [panel], seconds=1.0))
     left, scale = spans.LEFT, spans.WIDTH - spans.LEFT - 20
     found = {
@@ -175,7 +178,10 @@ def test_spans_are_drawn_where_and_as_long_as_they_were(monkeypatch: pytest.Monk
     }
     assert found["forward"] == pytest.approx((left, 0.5 * scale), abs=0.1)
     assert found["wait"] == pytest.approx((left + 0.5 * scale, 0.25 * scale), abs=0.1)
-    link = [float(rect.attrib["height"]) for rect in root if rect.attrib.get("fill") == "#72609b"]
+    assert found["host"] == pytest.approx((left + 0.25 * scale, 0.5 * scale), abs=0.1)
+    bars = next(path.attrib["d"] for path in root if path.tag.endswith("path"))
+    link = [float(tall) for tall in re.findall(r"v-([\d.]+)h", bars)]
+    assert len(link) == 2
     assert link[0] == pytest.approx(2 * link[1], rel=0.02), "twice the bytes, twice as tall"
 
 

@@ -340,6 +340,10 @@ def test_a_ramp_falls_by_quarters() -> None:
         (lambda: OneBit(warmup="int4"), r"OneBit\(warmup='int4'\) must be a codec that needs no warm-up"),  # type: ignore[arg-type]
         (lambda: OneBit(warmup=OneBit()), r"must be a codec that needs no warm-up, e.g. zs.Int4"),
         (lambda: OneBit(warmup=TopK(momentum=0.9)), r"keeps residual, momentum .* OneBit keeps residual:"),
+        (
+            lambda: OneBit(warmup=Int4(residual="bfloat16")),
+            r"the residual is that of OneBit: pass residual= there",
+        ),
         (lambda: TopK(warmup=Int8()), r"is for a warm-up, and there is none: pass warmup_steps="),
         (lambda: LowRank(rank=0), r"LowRank\(rank=0\): a whole number, 1 or more"),
         (lambda: from_settings({"kind": "Int9"}), r"kind 'Int9' is unknown; known are .*Cast.*Int8"),

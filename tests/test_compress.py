@@ -222,7 +222,8 @@ def test_rows_have_the_bits_of_the_dense_gradient(
     # Two embeddings of 251 rows and one of 9, of which 4 rows and 8 are touched; a row takes 28 bytes.
     now, then = (told[0]["stats"] for told in (coded, plain))
     assert now.sent["reduce"] < 0.5 * then.sent["reduce"]
-    assert now.uncompressed["reduce"] == pytest.approx(then.sent["reduce"], rel=0.15)  # but for padding
+    if "sync" not in options:  # delayed, the last gradients as they are leave in the forward that follows
+        assert now.uncompressed["reduce"] == pytest.approx(then.sent["reduce"], rel=0.15)  # but for padding
 
 
 def first_gradient(options: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def test_the_commands_of_the_documentation_run(
 def test_what_is_known_of_a_gpu_says_where_it_is_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["machine", "--known"]) == 0
     said = capsys.readouterr().out
+    assert re.search(r"H200 +│.*│ +33│", said), said  # µs for Python to launch a kernel
     for name, found in GPUS.items():
         assert f"{name}: {found.source}" in said
         assert len(found.source) > 10
@@ -160,6 +161,24 @@ def test_without_a_batch_the_plan_says_that_activations_are_not_counted() -> Non
         made = zs.plan(wide(), batch=batch, **asked)
         assert bool(sum(one.kinds["activations"] for one in made.candidates)) == counted
         assert any("Activations are not counted" in reason for reason in made.reasons) != counted
+
+
+def test_a_node_cache_is_planned_where_it_can_run() -> None:
+    cpu = machine("H100", 1e9, gpu=False, link=10e9)
+    ask: dict[str, Any] = {"limit": "1GiB", "offload": None, "stage": 3, "batch": torch.zeros(8, 256)}
+    spread: dict[str, Any] = {"nodes": 4, "ranks_per_node": 4, "machine": cpu}
+    flat, near = (zs.plan(wide(), node_cache=cache, **spread, **ask).chosen for cache in (False, True))
+    assert near.settings["ranks_per_node"] == 4
+    # Flat: gradients, and parameters twice but for the last unit. With the cache: a quarter of one and one.
+    size = 4 * 6 * (256 * 256 + 256) * 12 / 16
+    assert sum(flat.between.values()) == pytest.approx(size * (3 - 1 / 6), rel=0.01)
+    assert sum(near.between.values()) == pytest.approx(size * 2 / 4, rel=0.01)
+    assert near.seconds["exchange"] < flat.seconds["exchange"] / 2
+    assert near.kinds["parameters"] > flat.kinds["parameters"]
+    with pytest.raises(zs.OptionError, match=r"a H100 has NCCL, which is of one level: drop them"):
+        zs.plan(wide(), node_cache=True, nodes=4, ranks_per_node=4, **ask)
+    with pytest.raises(zs.OptionError, match=r"8 ranks are not several nodes of 8"):
+        zs.plan(wide(), node_cache=True, ranks=8, machine=cpu, **ask)
 
 
 def test_limits_are_of_a_node() -> None:

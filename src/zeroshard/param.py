@@ -191,6 +191,17 @@ class Bundle:
 
     # ------------------------------------------------------------------ verbs
 
+    @property
+    def refreshes(self) -> bool:
+        """Whether `refresh` has anything to do: not where homes are views of what peers read."""
+        copied = self.master is not None or self.rests.state != "device"
+        return copied or self.coded is not None or self._mirrored
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether `exchange` has anything to do."""
+        return isinstance(self.coded, ChangedRows)
+
     @torch.no_grad()
     def refresh(self, written: bool = False) -> None:
         """Bring this rank's compute rows up to date with its master rows, and the peers' window with the

@@ -158,7 +158,8 @@ def inquiry_for(
     batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
     per_node = wanted.get("ranks_per_node") or min(place.ranks, place.machine.node)
-    if options.node_cache:
+    if options.node_cache or options.transport == "nodes":
+        _check_levels(place, per_node)
         options = replace(options, ranks_per_node=per_node)
     resting = sum(b.numel() * b.element_size() for b in model.buffers())
 
@@ -209,6 +210,21 @@ def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[
             raise OptionError("pass precision= to say, or precisions= to have one chosen, not both.")
         made["precisions"] = tuple(Options(precision=p).precision for p in precisions)
     return made
+
+
+def _check_levels(place: Place, per_node: int) -> None:
+    """What a run would refuse is not planned either."""
+    trouble = None
+    if place.machine.gpu:
+        trouble = f"a {place.machine.name} has NCCL, which is of one level"
+    elif not 1 < per_node < place.ranks or place.ranks % per_node:
+        trouble = f"{place.ranks} ranks are not several nodes of {per_node}"
+    if trouble is not None:
+        raise OptionError(
+            'node_cache=True and transport="nodes" are for ranks without GPUs on several nodes of several '
+            f"ranks each, and {trouble}: drop them, or pass machine= with gpu=False, nodes= and "
+            "ranks_per_node=."
+        )
 
 
 def _limit(wanted: dict[str, Any], per_node: int) -> int:

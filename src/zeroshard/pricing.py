@@ -89,8 +89,8 @@ def _exchange(setup: Setup, machine: Machine, sent: Sent) -> float:
 def _interpreter(setup: Setup, segments: Sequence[Segment], machine: Machine) -> float:
     """Python runs one thread at a time: the one that launches kernels, and those that are handed shares of
     the host's updates."""
-    again = sum(setup.recomputes(segment.unit) for segment in segments)
-    launches = sum(s.kernels for s in segments) + RECOMPUTED * again + HOOKED * len(setup.units)
+    launches = sum(s.kernels for s in segments)
+    launches += sum(HOOKED + RECOMPUTED * setup.recomputes(s.unit) for s in segments if s.unit)
     offload = setup.options.offload
     threads = (offload.threads if offload else None) or max(machine.cores - 2, 1)
     shares = sum(-(-part.numel // _share(part.numel, threads)) for part in setup.parts if part.native)

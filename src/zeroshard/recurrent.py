@@ -23,10 +23,17 @@ def with_workspace(func: Any, args: Any, result: Any, gpu: bool) -> Any:
         return (*result[:4], torch.empty_like(result[4]), *result[5:])
     if func is not LAYER:
         return result
-    steps, rows, width = args[0].shape
-    size = Shape(steps, rows, width, args[5].shape[-1])
-    kept = size.values * ON_GPU * args[0].element_size() if gpu else size.on_cpu
+    size, dtype = Shape.of(args), args[0].dtype
+    kept = size.values * ON_GPU * dtype.itemsize if gpu else size.on_cpu(dtype)
     return (*result[:3], result[3].new_empty(kept))
+
+
+def products(func: Any, args: Any) -> int:
+    """Operations of an LSTM layer's matrix products, in its backward twice as many; 0 for all else."""
+    if func is not LAYER and func is not BACKWARD:
+        return 0
+    steps, rows, width, hidden = Shape.of(args)
+    return 2 * steps * rows * 4 * hidden * (width + hidden) * (2 if func is BACKWARD else 1)
 
 
 class Shape(tuple[int, int, int, int]):
@@ -35,19 +42,24 @@ class Shape(tuple[int, int, int, int]):
     def __new__(cls, steps: int, rows: int, width: int, hidden: int) -> Shape:
         return super().__new__(cls, (int(steps), int(rows), int(width), int(hidden)))
 
+    @classmethod
+    def of(cls, args: Any) -> Shape:
+        """Of a layer that is called so."""
+        steps, rows, width = args[0].shape
+        return cls(steps, rows, width, args[5].shape[-1])
+
     @property
     def values(self) -> int:
         """Hidden values of all steps and rows."""
         return self[0] * self[1] * self[3]
 
-    @property
-    def on_cpu(self) -> int:
+    def on_cpu(self, dtype: torch.dtype = torch.float32) -> int:
         """Bytes, as the library says of a layer that is really run; a bound for a large one."""
         steps, rows, width, hidden = self
         weights = 4 * hidden * (width + hidden)
         if 4 * (weights + steps * rows * (width + hidden)) + self.bound > PROBE_BYTES:
             return self.bound
-        return _tried(self)
+        return _tried(self, dtype)
 
     @property
     def bound(self) -> int:
@@ -63,15 +75,12 @@ def _line(numel: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _tried(size: Shape) -> int:
+def _tried(size: Shape, dtype: torch.dtype) -> int:
     """By running the layer once on zeros."""
     steps, rows, width, hidden = size
     with _disable_current_modes(), torch.enable_grad():  # without gradients it keeps nothing
-        state = torch.zeros(rows, hidden)
-        weights = torch.zeros(4 * hidden, width), torch.zeros(4 * hidden, hidden)
-        biases = torch.zeros(4 * hidden), torch.zeros(4 * hidden)
-        inputs = torch.zeros(steps, rows, width, requires_grad=True)
-        made = LAYER(
-            inputs, *weights, *biases, state, state, False, [], 2, hidden, 1, True, False, False, True
-        )
+        shapes = ((4 * hidden, width), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,), (rows, hidden))
+        *weights, state = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+        inputs = torch.zeros(steps, rows, width, dtype=dtype, requires_grad=True)
+        made = LAYER(inputs, *weights, state, state, False, [], 2, hidden, 1, True, False, False, True)
         return int(made[3].untyped_storage().nbytes())

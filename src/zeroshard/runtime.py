@@ -151,15 +151,15 @@ class Runtime:
         if self._stale:
             if self._host_updates is not None and (self.transport.size > 1 or self._rewritten):
                 self._host_updates.drain()  # peers will read this rank's rows
-            for bundle in self.bundles:
+            for bundle in self._refreshed:
                 bundle.refresh(self._rewritten)
             self._rewritten = False
             self.transport.open()
             self._epoch += 1
             self._stale = False
-            for bundle in self.bundles:
+            for bundle in self._handed_on:
                 bundle.exchange()
-                if self._overlaps and bundle.resident:
+                if bundle.resident and self._overlaps:
                     bundle.gather(self._epoch)
 
     def _abandon(self) -> None:
@@ -445,4 +445,6 @@ class Runtime:
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
-        self._overlaps = self._overlaps or any(bundle.rests.rows != "device" for bundle in self.bundles)
+        self._overlaps = self._overlaps or any(b.rests.rows != "device" for b in self.bundles)
+        self._refreshed = [b for b in self.bundles if b.refreshes]  # in `publish`: often none of many
+        self._handed_on = [b for b in self.bundles if b.exchanges or (self._overlaps and b.resident)]

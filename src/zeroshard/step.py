@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -42,6 +43,7 @@ ELEMENTWISE = frozenset(
         "ASGD",
     )
 )
+_grad = attrgetter("grad")
 _FIRST = -1  # number of a step hook of ours; torch counts from 0
 WIDEN_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 
@@ -76,6 +78,8 @@ class Update:
         self._shown: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # id(home) -> its gradient and the proxy that has it
+        # By group: its homes, their gradients and proxies when all were known.
+        self._known: dict[int, tuple[list[Tensor], list[Tensor | None], list[Tensor]]] = {}
         self.meet(params)
         self._linked: tuple[Any, int] = (None, 0)
         self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -113,7 +117,8 @@ class Update:
         if not self._needs_proxies():
             step()
             return
-        known = [self._known_proxies(group["params"]) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups
+        known = [self._known_proxies(number, group["params"]) for number, group in enumerate(groups)]
         if all(proxies is not None for proxies in known):
             with self._as_proxies() as groups:
                 for group, proxies in zip(groups, known, strict=True):
@@ -151,18 +156,23 @@ class Update:
         finally:
             del hooks[_FIRST]
 
-    def _known_proxies(self, homes: list[Tensor]) -> list[Tensor] | None:
-        """The proxies of homes, if all show the gradients that their proxies have had since an earlier step:
-        landings are made once, so that is the rule and takes no work for each of many parameters."""
+    def _known_proxies(self, number: int, homes: list[Tensor]) -> list[Tensor] | None:
+        """The proxies of a group's homes, if all show the gradients that their proxies have had since an
+        earlier step: landings are made once, so that is the rule and takes no work for each of many
+        parameters."""
+        grads: list[Tensor | None] = list(map(_grad, homes))
+        before, had, proxies = self._known.get(number, ([], [], []))
+        if len(homes) == len(before) and all(map(is_, homes, before)) and all(map(is_, grads, had)):
+            return list(proxies)
         result = []
-        for home in homes:
-            grad = home.grad
+        for home, grad in zip(homes, grads, strict=True):
             if grad is not None:
                 shown, proxy = self._shown.get(id(home), (None, home))
                 if shown is not grad:
                     return None
                 result.append(proxy)
-        return result
+        self._known[number] = list(homes), grads, result
+        return list(result)
 
     def _needs_proxies(self) -> bool:
         homes = (p for group in self.optimizer.param_groups for p in group["params"])
@@ -201,6 +211,7 @@ class Update:
             self._joined[id(home)] = master
         elif grad.dtype == proxy.dtype and self.faces.mesh is not None and self._has_rows(home):
             self._shown[id(home)] = home.grad, proxy
+            self._known.clear()
         proxy.grad = grad if grad.dtype == proxy.dtype else grad.to(proxy.dtype)
         return proxy
 

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
+from .recurrent import products
+
 _GATHERING = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default}  # read what they write
 
 
@@ -21,6 +23,8 @@ def cost(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[int
     """Operations and bytes moved."""
     if "scaled_dot_product" in func.name():
         return _attention(func, args, kwargs), 0
+    if recurrent := products(func, args):
+        return recurrent, 0
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result)), 0

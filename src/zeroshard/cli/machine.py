@@ -68,8 +68,20 @@ def _show(machines: Sequence[Machine]) -> None:
     from zeroshard.config import show_bytes
 
     table = Table(pad_edge=False)
-    heads = ("machine", "memory", "16 bit", "fp32", "reached", "memory", "PCIe", "link", "host", "disk")
-    units = ("", "", "TFLOP/s", "TFLOP/s", "", *["GB/s"] * 5)
+    heads = (
+        "machine",
+        "memory",
+        "16 bit",
+        "fp32",
+        "reached",
+        "memory",
+        "PCIe",
+        "link",
+        "host",
+        "disk",
+        "launch",
+    )
+    units = ("", "", "TFLOP/s", "TFLOP/s", "", *["GB/s"] * 5, "µs")
     for head, unit in zip(heads, units, strict=True):
         table.add_column(f"{head}\n{unit}".rstrip(), justify="left" if head == "machine" else "right")
     for m in machines:
@@ -81,6 +93,7 @@ def _show(machines: Sequence[Machine]) -> None:
             f"{m.full / 1e12:,.4g}",
             f"{m.efficiency:.0%}",
             *(f"{rate / 1e9:,.4g}" for rate in rates),
+            f"{max(m.launch, m.gap) * 1e6:.3g}",
         )
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
 

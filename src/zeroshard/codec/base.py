@@ -226,6 +226,8 @@ def check_warmup(name: str, codec: Codec, warmup: object, warmup_steps: int) -> 
             f"{name}(warmup={warmup!r}): it keeps {', '.join(warmup.state_names)} from step to step, and "
             f"{name} keeps {', '.join(codec.state_names)}: take a codec that keeps no more, e.g. zs.Int4()."
         )
+    if warmup.residual_dtype not in (torch.float32, codec.residual_dtype):
+        raise OptionError(f"{name}(warmup={warmup!r}): the residual is that of {name}: pass residual= there.")
     if not warmup_steps:
         raise OptionError(
             f"{name}(warmup={warmup!r}) is for a warm-up, and there is none: pass warmup_steps=, too."
