@@ -106,7 +106,7 @@ def test_accumulation_in_progress_is_refused(tmp_path: Path) -> None:
 def test_host_updates_under_way_are_refused(tmp_path: Path) -> None:
     model, optimizer, run = made(offload=zs.Offload(threads=1), clip_norm=math.inf)
     model(torch.ones(8, 4)).backward()
-    with pytest.raises(zs.StateError, match=r"between backward and optimizer.step\(\)"):
+    with pytest.raises(zs.StateError, match=r"between backward .*and optimizer.step\(\)"):
         run.save(tmp_path / "early")
     optimizer.step()
     run.save(tmp_path / "now")
