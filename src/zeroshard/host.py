@@ -32,13 +32,11 @@ from .errors import StateError, TierError
 from .native import AdamRows, Workers, adam_update, sgd_update
 from .outlook import Outlook
 from .part import Part
+from .shapes import share_of
 from .tier import Arena, Copies, Stage
 
-SHARE = 1 << 22  # elements that a worker updates at a time, at most: each costs some Python
-GRAIN = 1 << 16  # elements that a worker updates at least: below, handing out work costs more than doing it
 AHEAD = 2  # parts on their way to the host while one is updated
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
-BLOCK = 4096  # shares are whole pages, and whole blocks of 8-bit moments
 
 
 class HostUpdates:
@@ -203,7 +201,7 @@ class HostUpdates:
         staged.arrived.wait_on_host()
         part.arrive()
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(staged.job, stage)
-        share = min(SHARE, max(GRAIN, -(-part.numel // (len(self.workers) * BLOCK)) * BLOCK))
+        share = share_of(part.numel, len(self.workers))
         shares = [
             (step, taken, at, min(at + share, run.stop))
             for run, step, taken in staged.job.steps()

@@ -11,13 +11,9 @@ from .codec import Codec, Delta, LowRank
 from .crossing import Sent
 from .machine import Machine
 from .memory import Setup
-from .shapes import WIDTHS
+from .shapes import WIDTHS, share_of
 from .timeline import Segment
 
-SHARE, GRAIN = (
-    1 << 22,
-    1 << 16,
-)  # elements that a thread updates at a time, at most and at least, as in `host`
 # Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels.
 HOOKED, RECOMPUTED = 17, 75
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
@@ -93,13 +89,8 @@ def _interpreter(setup: Setup, segments: Sequence[Segment], machine: Machine) ->
     launches += sum(HOOKED + RECOMPUTED * setup.recomputes(s.unit) for s in segments if s.unit)
     offload = setup.options.offload
     threads = (offload.threads if offload else None) or max(machine.cores - 2, 1)
-    shares = sum(-(-part.numel // _share(part.numel, threads)) for part in setup.parts if part.native)
+    shares = sum(-(-part.numel // share_of(part.numel, threads)) for part in setup.parts if part.native)
     return launches * machine.launch + shares * machine.hand
-
-
-def _share(numel: int, threads: int) -> int:
-    """Elements of a part that one thread updates, as in `host`."""
-    return min(SHARE, max(GRAIN, -(-numel // threads)))
 
 
 def _awaited(setup: Setup, update: float, copy: float) -> float:

@@ -228,3 +228,10 @@ def _over_ranks(slot: Slot, align: int) -> int:
         return 0
     ranks, rest = divmod(slot.height, chunk)
     return ranks * aligned(chunk * slot.row, align) + aligned(rest * slot.row, align)
+
+
+def share_of(numel: int, threads: int) -> int:
+    """Elements of a part that one worker updates at a time: whole pages, which are whole blocks of 8-bit
+    moments; not so few that handing out costs more than doing, nor so many that some workers wait."""
+    page = 4096
+    return min(1 << 22, max(1 << 16, -(-numel // (threads * page)) * page))

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from zeroshard.errors import OptionError
 from zeroshard.native import abi, checks, fallback, loader, moments8, pages
 from zeroshard.native.master import Ties, check_master, weight_kind
+
+Kernel = Callable[[Any], None]
 
 
 def to_f32(value: float) -> float:
@@ -183,11 +187,16 @@ def adam_update(
     if kernels is None:
         fallback.adam(state, grad, weight, now, kind, before)
         return
-    back = None if before is None else _record(state, grad, weight, before, kind)
-    record = back if now is None else _record(state, grad, weight, now, kind)
-    assert record is not None
-    record.taken = None if back is None else ctypes.addressof(back)
-    (kernels.adam_back if now is None else kernels.adam)(ctypes.byref(record))
+    record = partial(_record, state, grad, weight, kind)
+    call(kernels.adam, kernels.adam_back, record, now, before)
+
+
+def call(update: Kernel, back: Kernel, record: Callable[[Any], Any], now: Any, before: Any) -> None:
+    """Run a kernel on the record of the numbers `now`, with that of `before`, which are taken back first."""
+    taken: Any = None if before is None else record(before)
+    made: Any = taken if now is None else record(now)
+    made.taken = None if taken is None else ctypes.addressof(taken)
+    (back if now is None else update)(ctypes.byref(made))
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
@@ -195,7 +204,7 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _record(
-    state: AdamRows, grad: torch.Tensor, weight: torch.Tensor | None, numbers: AdamNumbers, kind: int
+    state: AdamRows, grad: torch.Tensor, weight: torch.Tensor | None, kind: int, numbers: AdamNumbers
 ) -> abi.Adam:
     return abi.Adam(
         state.numel,

@@ -3,15 +3,15 @@ memory."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from zeroshard.errors import OptionError
 from zeroshard.native import abi, checks, fallback, loader
-from zeroshard.native.adam import address, to_f32
+from zeroshard.native.adam import address, call, to_f32
 from zeroshard.native.master import Ties, check_master, weight_kind
 
 
@@ -117,15 +117,12 @@ def sgd_update(
     if kernels is None:
         fallback.sgd(state, grad, weight, now, kind, before)
         return
-    back = None if before is None else _record(state, grad, weight, before, kind)
-    record = back if now is None else _record(state, grad, weight, now, kind)
-    assert record is not None
-    record.taken = None if back is None else ctypes.addressof(back)
-    (kernels.sgd_back if now is None else kernels.sgd)(ctypes.byref(record))
+    record = partial(_record, state, grad, weight, kind)
+    call(kernels.sgd, kernels.sgd_back, record, now, before)
 
 
 def _record(
-    state: SgdRows, grad: torch.Tensor, weight: torch.Tensor | None, numbers: SgdNumbers, kind: int
+    state: SgdRows, grad: torch.Tensor, weight: torch.Tensor | None, kind: int, numbers: SgdNumbers
 ) -> abi.Sgd:
     return abi.Sgd(
         state.numel,
