@@ -183,11 +183,15 @@ def measured(case, rows, options, device):
     try:
         step()
         told["resident"]["first"] = resident()
-        told["warm_up"], times = 1 + steadied(step, run), []
+        times = []
+        if case.get("brief"):
+            step()
+        else:
+            told["warm_up"] = 1 + steadied(step, run)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             earlier = run.stats().updates
-            while len(times) < case["steps"] or sum(times) < SECONDS:
+            while len(times) < case["steps"] or (sum(times) < SECONDS and not case.get("brief")):
                 start = time.perf_counter()
                 step()
                 times.append(time.perf_counter() - start)
@@ -212,7 +216,8 @@ def measured(case, rows, options, device):
         if device.type == "cuda":
             counted = torch.cuda.memory_stats()
             told |= {what: counted[f"{what}_bytes.all.peak"] for what in ("active", "requested")}
-        in_detail(step, run, told)
+        if not case.get("brief"):
+            in_detail(step, run, told)
         return told
     finally:
         end(run)
