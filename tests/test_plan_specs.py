@@ -6,7 +6,9 @@ import importlib.util
 import json
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import plan_case
@@ -162,23 +164,24 @@ def test_a_config_is_given_to_transformers(
 ) -> None:
     """A stand-in for it, by the names that it is called by: its class where the config names one, else the
     one for causal models; entries of `--set` among the config's; and its cache off, which no training has."""
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").write_text(
-        "import types, torch\n"
-        "class AutoConfig:\n"
-        "    @staticmethod\n"
-        "    def for_model(kind, **entries):\n"
-        "        if kind != 'llama': raise ValueError(f'unknown type {kind}')\n"
-        "        return types.SimpleNamespace(**entries)\n"
-        "def Named(config):\n"
-        "    assert config.use_cache is False\n"
-        "    return torch.nn.Linear(config.width, config.width, bias=False)\n"
-        "class AutoModelForCausalLM:\n"
-        "    @staticmethod\n"
-        "    def from_config(config): return torch.nn.Linear(1, config.width, bias=False)\n"
+
+    def for_model(kind: str, **entries: Any) -> SimpleNamespace:
+        if kind != "llama":
+            raise ValueError(f"unknown type {kind}")
+        return SimpleNamespace(**entries)
+
+    def named(config: SimpleNamespace) -> nn.Module:
+        assert config.use_cache is False
+        return nn.Linear(config.width, config.width, bias=False)
+
+    module: Any = ModuleType("transformers")
+    module.__spec__ = ModuleSpec("transformers", None)
+    module.AutoConfig = SimpleNamespace(for_model=for_model)
+    module.AutoModelForCausalLM = SimpleNamespace(
+        from_config=lambda config: nn.Linear(1, config.width, bias=False)
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    module.Named = named
+    monkeypatch.setitem(sys.modules, "transformers", module)
     words = ["plan", str(tmp_path), "--ranks", "1", "--device", "1GiB", "--json", "--set", "width=8"]
     told = {"model_type": "llama", "width": 4, "architectures": ["Named"]}
     for entries, count in ((told, 64), (told | {"architectures": ["Absent"]}, 8)):
@@ -189,7 +192,6 @@ def test_a_config_is_given_to_transformers(
     assert cli.main(words) == 1
     assert "transformers cannot build the model of" in (said := capsys.readouterr().err)
     assert "ValueError: unknown type lama" in said
-    monkeypatch.delitem(sys.modules, "transformers")
 
 
 @pytest.mark.skipif(not NO_TRANSFORMERS, reason="transformers builds it then")
