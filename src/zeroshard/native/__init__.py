@@ -10,7 +10,16 @@ from zeroshard.native.master import Ties, join, split
 from zeroshard.native.moves import Moves
 from zeroshard.native.pages import allocate
 from zeroshard.native.sgd import SgdRows, SgdStep, sgd_update
-from zeroshard.native.sums import accumulate, cast, non_finite, square_sum, square_sums, sum_pieces
+from zeroshard.native.sums import (
+    Span,
+    accumulate,
+    cast,
+    non_finite,
+    square_sum,
+    square_sums,
+    sum_pieces,
+    sum_spans,
+)
 from zeroshard.native.workers import Workers, usable_cores
 
 __all__ = [
@@ -19,6 +28,7 @@ __all__ = [
     "Moves",
     "SgdRows",
     "SgdStep",
+    "Span",
     "Ties",
     "Workers",
     "accumulate",
@@ -33,5 +43,6 @@ __all__ = [
     "square_sum",
     "square_sums",
     "sum_pieces",
+    "sum_spans",
     "usable_cores",
 ]
