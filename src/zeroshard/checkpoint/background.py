@@ -31,8 +31,7 @@ class PendingSave:
 
     def _run(self, job: Job, staging: Staging) -> None:
         try:
-            job.stage(staging)
-            self._copied.set()
+            job.stage(staging, self._copied.set)
             self._saved = job.run()
         except Exception as error:  # kept for wait(); a thread has nobody to raise to
             self._error = error
@@ -102,6 +101,7 @@ class Saver:
         job.after_failure = failure
         if not background:
             return job.run()
+        self.staging.bridge.begin()
         self.pending = PendingSave(job, self.staging)
         if not lazy:
             self.pending.copied()

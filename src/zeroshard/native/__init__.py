@@ -5,7 +5,7 @@ with the package; without a compiler torch computes the same bits and one line s
 """
 
 from zeroshard.native.adam import AdamRows, AdamStep, adam_update
-from zeroshard.native.checksum import crc32
+from zeroshard.native.checksum import copy_crc32, crc32
 from zeroshard.native.master import Ties, join, split
 from zeroshard.native.moves import Moves
 from zeroshard.native.pages import allocate
@@ -25,6 +25,7 @@ __all__ = [
     "adam_update",
     "allocate",
     "cast",
+    "copy_crc32",
     "crc32",
     "join",
     "non_finite",

@@ -72,8 +72,9 @@ static int best_level(void) { return BASE; }
 
 KERNELS(DEFINE)
 
-/* Chooses its instructions by itself. */
+/* These choose their instructions by themselves. */
 EXPORT void zs_checksum(struct checksum *c) { checksum_body(c); }
+EXPORT void zs_copy_sum(struct copy_sum *c) { copy_sum_body(c); }
 
 /* Restricts the instruction set, for tests; a level beyond the machine's is cut to it. Returns the level in
  * force. */

@@ -40,9 +40,13 @@ class Kernels:
         self.decode_blocks = self._function(library, "decode_blocks")
         self.largest = self._function(library, "largest")
         self.touched = self._function(library, "touched")
-        # A library from before it existed is as good for all else, and zlib takes its place.
-        known = hasattr(library, "zs_checksum")
-        self.checksum = self._function(library, "checksum") if known else None
+        # A library from before these existed is as good for all else, and zlib takes their place.
+        self.checksum = self._newer(library, "checksum")
+        self.copy_sum = self._newer(library, "copy_sum")
+
+    @classmethod
+    def _newer(cls, library: ctypes.CDLL, name: str) -> Callable[[Any], None] | None:
+        return cls._function(library, name) if hasattr(library, f"zs_{name}") else None
 
     @staticmethod
     def _function(library: ctypes.CDLL, name: str) -> Callable[[Any], None]:
