@@ -14,6 +14,7 @@ from test_hard_params import Branches, by_step, squared
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.param import Bundle
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
@@ -311,6 +312,23 @@ def test_ranks_apart_refuse_to_save_and_meet_when_asked() -> None:
         (told, first), (_, second) = ranks(WORLD).run(meeting, policy, steps)
         assert "run.synchronise()" in told
         assert_same_bits(first, second)
+
+
+def test_ranks_that_are_equal_have_nothing_to_synchronise(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten: list[bool] = []
+    refresh = Bundle.refresh
+    monkeypatch.setattr(Bundle, "refresh", lambda self, by: (rewritten.append(by), refresh(self, by))[1])
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, precision="bf16", offload=zs.Offload(), clip_norm=1.0)
+    for step in range(2):
+        model(batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.synchronise()  # masters would be made weights once more, in host memory that no plan has
+    assert rewritten
+    assert not any(rewritten)
+    run.close()
 
 
 # ---------------------------------------------------------------------- checkpoints
