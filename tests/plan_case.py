@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import models
@@ -111,13 +112,15 @@ def case(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
 
 
 def measured_step(
-    run: zs.Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
+    run: zs.Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, micro_batches: int = 1
 ) -> tuple[int, int]:
     """After two steps, one whose operations are watched: what the run books on the device and the most that
     operations made beside it; and the bytes of its host tier."""
 
     def step() -> None:
-        model(batch).backward()
+        for number in range(micro_batches):
+            with run.no_sync() if number < micro_batches - 1 else nullcontext():
+                model(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -88,6 +88,50 @@ def test_at_99_percent_another_plan_is_chosen_that_fits() -> None:
         assert all(device <= limit for _, limit, device in rank)
 
 
+HOST, ALL, SOME = zs.Offload(), zs.Offload(parameters="host"), zs.Offload("auto", device_bytes=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("offload", "options"),
+    [
+        (HOST, {"clip_norm": 1.0}),
+        (HOST, {"precision": "bf16", "recompute": True}),  # its gradients land on the host, for the loop
+        (ALL, {"precision": "bf16", "clip_norm": 1.0}),
+        (SOME, {"clip_norm": 1.0, "recompute": True}),
+    ],
+    ids=["state", "stepped", "all", "some"],
+)
+def test_accumulated_gradients_beside_a_host_tier_are_foreseen(
+    offload: zs.Offload, options: dict[str, Any]
+) -> None:
+    """All but the last backward of a step leave a whole gradient on the device, wherever its state rests."""
+    model, optimizer, batch = case("gpt")
+    whole = sum(p.numel() for p in model.parameters()) * (2 if "precision" in options else 4)
+    run = zs.shard(model, optimizer, limit="64MiB", micro_batches=3, batch=batch, offload=offload, **options)
+    assert run.plan is not None
+    chosen = run.plan.chosen
+    device, host = measured_step(run, model, optimizer, batch, micro_batches=3)
+    run.close()
+    resting = batch.nbytes + sum(b.nbytes for b in model.buffers())
+    assert (chosen.device, chosen.host) == (device + resting, host)
+    assert chosen.kinds["arriving"] + chosen.kinds.get("gradients", 0) >= whole
+
+
+def test_a_limit_holds_for_accumulated_gradients() -> None:
+    """Three plans of three micro-batches, each at 99 % of what the last one needs; on one rank."""
+    told, limit = set[str](), 2 * plan_case.TOP["gpt"]
+    for _ in range(3):
+        model, optimizer, batch = case("gpt")
+        run = zs.shard(model, optimizer, limit=limit, batch=batch, micro_batches=3, clip_norm=1.0)
+        device, _ = measured_step(run, model, optimizer, batch, micro_batches=3)
+        assert run.plan is not None
+        assert device <= limit
+        told.add(str(run.plan.chosen.settings))
+        limit = int(run.plan.chosen.device * 0.99)
+        run.close()
+    assert len(told) == 3
+
+
 def test_the_plan_is_shown_and_its_figures_are_in_the_stats(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer, batch = case("gpt")
     run = zs.shard(model, optimizer, limit="64MiB", host_limit="1GiB", batch=batch, machine="A100")

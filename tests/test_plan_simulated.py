@@ -144,8 +144,12 @@ def test_the_benchmark_of_plans_against_a_machine(tmp_path: Path) -> None:
     assert [row.get("error") for row in told["rows"]] == [None] * 2, told["rows"]
     for row in told["rows"]:
         assert abs(row["predicted"]["device"] / row["measured"]["device"] - 1) < 0.03, row
+        assert row["measured"]["warm_up"] == 3, (
+            row
+        )  # no norm was near the limit, so the second update began early
     text = (tmp_path / "errors.md").read_text()
     assert "- device: 2 of 2 within 3%" in text
+    assert "Step times of 2 of 2 rows are of the steady state" in text
     again = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "2 cases" in again.stdout  # what is known is not measured again
 

@@ -6,11 +6,16 @@ import importlib.util
 import json
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import plan_case
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard import cli
@@ -18,6 +23,7 @@ from zeroshard.cli._architecture import build
 from zeroshard.cli._spec import values_of
 from zeroshard.errors import OptionError
 from zeroshard.planning import inquire, tokens
+from zeroshard.testing import assert_bytes
 
 DECODER = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 ENCODER = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -119,6 +125,73 @@ def test_a_config_is_traced_and_its_blocks_are_units(name: str) -> None:
     assert plan.chosen.units == 2
     frames = asked.frames(plan)[0]
     assert max(f.moment.kinds["activations"] for f in frames) > 2 * 64 * 1000 * 4  # the logits in fp32
+
+
+class Losing(nn.Module):
+    """A model that returns logits, and the loss of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(ids).flatten(0, -2).float(), ids.flatten())
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "gpt2"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_model_of_a_config_takes_what_is_planned(name: str, precision: str | None) -> None:
+    """Its shapes made real and trained, on one rank: the bytes of a step are those foreseen."""
+    tiny = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8, "num_key_value_heads": 2}
+    tiny |= {"n_embd": 64, "n_head": 4, "num_hidden_layers": 3, "n_layer": 3, "vocab_size": 500}
+    model = Losing(build(PUBLISHED[name][0] | tiny, "config.json"))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    run = zs.shard(model, optimizer, limit="1GiB", batch=ids, precision=precision, recompute=False)
+    assert run.plan is not None
+    device, _ = plan_case.measured_step(run, model, optimizer, ids)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    run.close()
+    assert run.plan.chosen.units == 3
+    resting = ids.nbytes + sum(b.nbytes for b in model.buffers())
+    assert_bytes(run.plan.chosen.device, device + resting, 0.001, f"{name}, {precision}")
+
+
+def test_a_config_is_given_to_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for it, by the names that it is called by: its class where the config names one, else the
+    one for causal models; entries of `--set` among the config's; and its cache off, which no training has."""
+
+    def for_model(kind: str, **entries: Any) -> SimpleNamespace:
+        if kind != "llama":
+            raise ValueError(f"unknown type {kind}")
+        return SimpleNamespace(**entries)
+
+    def named(config: SimpleNamespace) -> nn.Module:
+        assert config.use_cache is False
+        return nn.Linear(config.width, config.width, bias=False)
+
+    module: Any = ModuleType("transformers")
+    module.__spec__ = ModuleSpec("transformers", None)
+    module.AutoConfig = SimpleNamespace(for_model=for_model)
+    module.AutoModelForCausalLM = SimpleNamespace(
+        from_config=lambda config: nn.Linear(1, config.width, bias=False)
+    )
+    module.Named = named
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    words = ["plan", str(tmp_path), "--ranks", "1", "--device", "1GiB", "--json", "--set", "width=8"]
+    told = {"model_type": "llama", "width": 4, "architectures": ["Named"]}
+    for entries, count in ((told, 64), (told | {"architectures": ["Absent"]}, 8)):
+        (tmp_path / "config.json").write_text(json.dumps(entries))
+        assert cli.main(words) == 0
+        assert zs.Plan.from_json(capsys.readouterr().out).parameters == count
+    (tmp_path / "config.json").write_text(json.dumps(told | {"model_type": "lama"}))
+    assert cli.main(words) == 1
+    assert "transformers cannot build the model of" in (said := capsys.readouterr().err)
+    assert "ValueError: unknown type lama" in said
 
 
 @pytest.mark.skipif(not NO_TRANSFORMERS, reason="transformers builds it then")

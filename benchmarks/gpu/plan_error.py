@@ -46,6 +46,7 @@ def cases(args):
                 "rows": args.rows,
                 "seq": args.seq,
                 "steps": args.steps,
+                "brief": args.brief,
             }
 
 
@@ -193,6 +194,17 @@ def table(rows):
     return lines
 
 
+def steadiness(rows):
+    """How the step times of these rows were taken, as a paragraph."""
+    steady = sum("warm_up" in row.get("measured", {}) for row in rows)
+    line = (
+        f"Step times of {steady} of {len(rows)} rows are of the steady state: after at least two steps, with "
+        "offload after two whose updates began in backward, for at least 1.5 s."
+    )
+    others = " The others are steps after two." if steady < len(rows) else ""
+    return [line + others, ""] if steady else []
+
+
 def write(path, facts, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
@@ -205,6 +217,7 @@ def write(path, facts, rows):
         f"fp32 master and AdamW, {facts['seq']} tokens a row. Device: the allocator's most allocated bytes; "
         "host: resident memory over what the process had before. Worlds of more than one rank are simulated.",
         "",
+        *steadiness(rows),
         *summary(rows),
         "",
         *table(rows),
@@ -221,7 +234,8 @@ def parsed(argv):
     parser.add_argument("--offload", nargs="+", default=["none", "host", "auto"])
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 4, 2, 1])
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=4, help="measured, after two to warm up")
+    parser.add_argument("--steps", type=int, default=4, help="at least, after some to warm up")
+    parser.add_argument("--brief", action="store_true", help="for memory: no steady state, no details")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--budget", type=float, default=540, help="seconds; no case begins after them")
     parser.add_argument("--case-seconds", type=float, default=120, help="a case that takes longer is ended")
@@ -260,7 +274,8 @@ def main(argv=None):
         row = rows[key(case)] = worker.measure(case, min(args.case_seconds, spare + 45))
         write(path, facts, list(rows.values()))
         said = {what: f"{e:+.1%}" for what in BARS if (e := error(row, what)) is not None}
-        print(*key(case), row.get("error") or row.get("skipped") or said, flush=True)
+        took = row.get("wall_s", "?")
+        print(*key(case), row.get("error") or row.get("skipped") or said, f"{took} s", flush=True)
     if worker is not None:
         worker.stop()
     print("\n".join(summary(list(rows.values()))), f"\n{path}", flush=True)

@@ -255,9 +255,10 @@ class Run(Kept):
         """Let ranks that train apart (`sync=Local(...)`) meet now, e.g. before `save`. Every rank calls it,
         after a step. Does nothing where the ranks are equal already."""
         runtime = self._open()
-        runtime.before_change()
-        runtime.pace.meet()
-        runtime.changed()
+        if runtime.pace.untimely() is not None:
+            runtime.before_change()
+            runtime.pace.meet()
+            runtime.changed()
 
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:

@@ -119,6 +119,7 @@ class Transport(ABC):
     name: str = ""
     overlaps: bool = False  # operations go on while this thread computes
     staged: bool = False  # they pass through device memory that the transport keeps
+    keeps_order: bool = False  # they run one after another, so that all ranks must start them in one order
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
