@@ -3,6 +3,7 @@ does not."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -33,6 +34,7 @@ class Deep(nn.Module):
 
 def started(limit: int, rows: int) -> tuple[zs.Run, Any]:
     """A planned run, and what takes a step of so many rows."""
+    gc.collect()  # a run and its model refer to each other
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)

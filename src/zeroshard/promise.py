@@ -146,6 +146,7 @@ class Promise:
         self._rank, self._device = transport.rank, transport.device
         self._told: set[str] = set()
         self._before: float | None = None
+        self._peak_before = self._others = 0  # bytes that the GPU's allocator had given out before this run
         self._steps = 0
         self._stats: Callable[[], Stats] | None = None
 
@@ -192,6 +193,7 @@ class Promise:
         observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
         observe(partial(_tell, weakref.ref(self)))
         self._peak_before = torch.cuda.max_memory_allocated(device)
+        self._others = torch.cuda.memory_allocated(device) - own
 
     def holds(self, device: int) -> bool:
         """Whether the limit of this GPU is its."""
@@ -206,10 +208,13 @@ class Promise:
             if now.get(kind, 0) > planned and kind != "device"
         ]
         log.error(
-            "rank %d is out of memory: the limit of %s has no room for %s more. Planned were %s%s",
+            "rank %d is out of memory: the limit of %s has no room for %s more%s. Planned were %s%s",
             self._rank,
             show_bytes(self.plan.limit),
             show_bytes(size),
+            f" ({show_bytes(self._others)} of this GPU were in use by this process before shard())"
+            if self._others
+            else "",
             "; ".join(kinds) or f"{show_bytes(self.planned['device'])} in all",
             _CAUSES["activations"] if any(kind.startswith("activations") for kind in kinds) else "",
         )
@@ -265,7 +270,7 @@ class Promise:
 
     def _is_ours(self, kind: str, actual: int) -> bool:
         """Peaks that a GPU's allocator had before this run are not its."""
-        return kind not in ("activations", "device") or actual > getattr(self, "_peak_before", 0)
+        return kind not in ("activations", "device") or actual > self._peak_before
 
 
 def _tell(promise: weakref.ref[Promise], device: int, size: int, total: int, free: int) -> None:
