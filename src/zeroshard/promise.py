@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -190,6 +191,7 @@ class Promise:
         self._before = float(read(device)) if read is not None else 1.0
         fraction = min(math.nextafter(limit / total, 1.0), 1.0)  # never a byte less by rounding
         torch.cuda.set_per_process_memory_fraction(fraction, device)
+        _expand(True)
         observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
         observe(partial(_tell, weakref.ref(self)))
         self._peak_before = torch.cuda.max_memory_allocated(device)
@@ -223,6 +225,7 @@ class Promise:
         """Give the allocator its own limit back."""
         if self._before is not None:
             torch.cuda.set_per_process_memory_fraction(self._before, self._device)
+            _expand(False)
             self._before = None
 
     # ------------------------------------------------------------------ planned and actual
@@ -271,6 +274,16 @@ class Promise:
     def _is_ours(self, kind: str, actual: int) -> bool:
         """Peaks that a GPU's allocator had before this run are not its."""
         return kind not in ("activations", "device") or actual > self._peak_before
+
+
+def _expand(segments: bool) -> None:
+    """Whether torch's allocator may map freed pages anew. Blocks of which parts are free hold 7 % of a GPU's
+    memory back otherwise, and a plan that fits would not train. Where the user has settings, they stay."""
+    if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is not None:
+        change(f"expandable_segments:{segments}")
 
 
 def _tell(promise: weakref.ref[Promise], device: int, size: int, total: int, free: int) -> None:
