@@ -95,6 +95,10 @@ class Touched(ctypes.Structure):
     _fields_ = _fields("i64: count width; ptr: words found; u32: mask", _TYPES)
 
 
+class Errand(ctypes.Structure):
+    _fields_ = _fields("ptr: team record; i64: share; i32: kernel", _TYPES)
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
     "adam_back": Adam,
