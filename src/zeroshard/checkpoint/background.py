@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from zeroshard.checkpoint.records import Peers, Saved, Snapshot
@@ -18,16 +19,12 @@ log = logging.getLogger("zeroshard")
 class PendingSave:
     """A save under way in a thread. Python waits for it when the process ends, unless it is killed."""
 
-    def __init__(self, job: Job, staging: Staging) -> None:
+    def __init__(self, job: Job, staging: Staging, writer: ThreadPoolExecutor) -> None:
         self.path: Path = job.target
         self._copied = threading.Event()
         self._saved: Saved | None = None
         self._error: Exception | None = None
-        # No daemon: a process that ends while it writes would lose the checkpoint it was promised.
-        self._thread = threading.Thread(
-            target=self._run, args=(job, staging), name=f"save {job.target.name}", daemon=False
-        )
-        self._thread.start()
+        self._ended = writer.submit(self._run, job, staging)
 
     def _run(self, job: Job, staging: Staging) -> None:
         try:
@@ -41,7 +38,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._ended.done()
 
     @property
     def error(self) -> Exception | None:
@@ -54,8 +51,7 @@ class PendingSave:
 
     def wait(self, timeout: float | None = None) -> Saved:
         """The finished save, or its error."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not wait([self._ended], timeout).done:
             raise CheckpointError(
                 f"the background save to {self.path} has not finished after {timeout} s; it goes on."
             )
@@ -80,6 +76,8 @@ class Saver:
         self.peers = peers
         self.pending: PendingSave | None = None
         self.staging = Staging()
+        # One thread for all saves: to start one takes longer than all else that a caller waits for.
+        self._writer = ThreadPoolExecutor(1, "save")
 
     def save(
         self,
@@ -102,7 +100,7 @@ class Saver:
         if not background:
             return job.run()
         self.staging.bridge.begin()
-        self.pending = PendingSave(job, self.staging)
+        self.pending = PendingSave(job, self.staging, self._writer)
         if not lazy:
             self.pending.copied()
         return self.pending
@@ -111,6 +109,11 @@ class Saver:
         """Wait for the save under way, if any; raises its error."""
         pending, self.pending = self.pending, None
         return pending.wait() if pending is not None else None
+
+    def close(self) -> None:
+        """Let go of the thread and the copy. What is under way is finished first."""
+        self._writer.shutdown()
+        self.staging = Staging()
 
     def _settle(self) -> str | None:
         pending, self.pending = self.pending, None
