@@ -59,6 +59,8 @@ def modes() -> dict[str, dict[str, Any]]:
     late = {"bucket_bytes": 1 << 30}
     host = {"offload": zs.Offload(), "clip_norm": math.inf}
     return {
+        "stage 0": {"stage": 0, "bucket_bytes": BUCKET},
+        "stage 0, Delayed": {"stage": 0, "bucket_bytes": BUCKET, "sync": zs.Delayed()},
         "stage 2, one bucket": {"stage": 2, **late},
         "stage 2": {"stage": 2, "bucket_bytes": BUCKET},
         "stage 2, Delayed": {"stage": 2, "bucket_bytes": BUCKET, "sync": zs.Delayed()},

@@ -91,7 +91,7 @@ HOST = {"offload": zs.Offload(), "sync": zs.Delayed(), "clip_norm": float("inf")
 
 
 @pytest.mark.parametrize(
-    ("stage", "transport"), [(1, "gloo"), (2, "shm"), (2, "gloo"), (3, "gloo"), (3, "shm")]
+    ("stage", "transport"), [(0, "gloo"), (1, "gloo"), (2, "shm"), (2, "gloo"), (3, "gloo"), (3, "shm")]
 )
 def test_updates_a_step_ahead_are_what_one_delays_by_hand(stage: int, transport: str) -> None:
     expected = delayed_by_hand(WORLD, None)

@@ -76,11 +76,12 @@ def test_what_has_no_room_on_the_host_goes_to_the_disk(tmp_path: Any) -> None:
 # Policies.
 
 SYNCS: list[tuple[int, Any]] = [
+    (0, zs.Delayed()),
     (1, zs.Delayed()),
     (3, zs.Delayed()),
     (0, zs.Local(steps=2)),
     (0, zs.Local(steps=4, fragments=2)),
-    (0, zs.Adaptive(choices=[zs.EveryStep(), zs.Local(steps=2)])),
+    (0, zs.Adaptive(choices=[zs.EveryStep(), zs.Delayed(), zs.Local(steps=2)])),
     (2, zs.Adaptive(choices=[zs.EveryStep(), zs.Delayed()])),
 ]
 
@@ -126,7 +127,7 @@ def test_a_policy_narrows_what_is_planned() -> None:
     plan = zs.plan(model, ranks=4, limit="64MiB", batch=batch, stage=0, sync=zs.Local(steps=8))
     assert {(c.stage, c.placing) for c in plan.candidates} == {(0, "device")}
     plan = zs.plan(model, ranks=4, limit="64MiB", batch=batch, sync=zs.Delayed())
-    assert {c.stage for c in plan.candidates} == {1, 2, 3}
+    assert {c.stage for c in plan.candidates} == {0, 1, 2, 3}
     again = zs.Plan.from_json(plan.to_json())
     assert again.options()["sync"] == zs.Delayed()
 

@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from test_hard_params import Branches, by_step, squared
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -82,7 +83,7 @@ def trained(
     return result
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_delayed_is_what_one_delays_by_hand(stage: int, transport: str) -> None:
     options = {"stage": stage, "transport": transport, "sync": zs.Delayed(), "bucket_bytes": 1024}
@@ -118,6 +119,37 @@ def test_a_warm_up_accumulates_and_then_delays() -> None:
     found = ranks(WORLD).run(trained, options, STEPS, 0.2, 2)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def branching(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Weights, and which gradients each step had, of a model that does not use all of itself."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, bucket_bytes=256, sync=zs.Delayed(), **options)
+    shown = []
+    for step in range(STEPS):
+        rows, which = by_step(step, run.rank)
+        squared(model, (rows.float(), which)).backward()
+        shown.append([name for name, p in model.named_parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    with run.gathered() as whole:
+        result = {name: p.detach().clone() for name, p in whole.items()}
+    run.close()
+    return result, shown
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_delayed_gradient_that_comes_back_whole_is_the_one_of_rows(precision: str | None) -> None:
+    rows, used = ranks(WORLD).run(branching, {"stage": 2, "precision": precision})[0]
+    assert used[0] == []
+    assert 0 < len(used[-1]) < len(used[1]) < len(rows)
+    for transport in ("gloo", "shm"):
+        options = {"stage": 0, "precision": precision, "transport": transport}
+        for weights, shown in ranks(WORLD).run(branching, options):
+            assert_same_bits(weights, rows)
+            assert shown == used
 
 
 def sent_in_order(steps: int) -> tuple[int, list[list[str]]]:
@@ -326,7 +358,7 @@ def half(options: dict[str, Any], path: str, first: int, last: int, load: bool) 
     "options",
     [
         {"stage": 2, "sync": zs.Delayed()},
-        {"stage": 2, "sync": zs.Delayed(warmup_steps=3)},
+        {"stage": 0, "sync": zs.Delayed(warmup_steps=3)},
         {"stage": 2, "sync": zs.Delayed(warmup_steps=6)},
         {"stage": 0, "sync": zs.Local(steps=2)},
         {"stage": 2, "sync": CODECS},
@@ -357,7 +389,8 @@ def test_a_delayed_gradient_is_loaded_at_another_number_of_ranks(tmp_path: Path)
     ("options", "word"),
     [
         ({"stage": 3, "sync": zs.Local(steps=4)}, "stage=0"),
-        ({"stage": 0, "sync": zs.Delayed()}, "stage=1"),
+        ({"stage": 0, "sync": zs.Delayed(), "compress": zs.Int8()}, "needs stage 1, 2 or 3: .* Pass stage=1"),
+        ({"stage": 0, "sync": zs.Delayed(), "transport": "nodes"}, "cross between nodes once for each. Pass"),
         ({"stage": 1, "sync": "delayed"}, "zs.Delayed()"),
         ({"stage": 0, "sync": zs.Local(steps=4), "offload": zs.Offload()}, "offload"),
         ({"sync": zs.EveryStep(compress=zs.Int8())}, "is a choice of Adaptive"),

@@ -305,7 +305,7 @@ class Builder:
         for bucket in made:
             bucket.sink = sinks.get(bucket.params[0].name)
         gradients = (
-            DelayedGradients(made, self.transport, self.faces, self.ledger)
+            DelayedGradients(made, self.transport, self.faces, options.stage, self.ledger)
             if delays
             else Gradients(made, self.transport, self.faces, options.stage, self.ledger)
         )

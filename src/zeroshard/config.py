@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from .codec import Codec, Compression
 from .errors import OptionError
-from .policy import EveryStep, Sync, check_sync, codec_choices, local_steps
+from .policy import EveryStep, Sync, check_sync, codec_choices, delays, local_steps
 from .policy import Numerics as Numerics
 from .routes import Routes, check_compress, check_gather, routes_of
 
@@ -321,7 +321,7 @@ class Options:
                 "device. Drop one of them; sync=Delayed() works with offload."
             )
         put(self, "compress", routes_of(self.compress))
-        check_compress(self.compress, self.sync, self.offload is not None)
+        check_compress(self.compress, self.sync, self.stage, self.offload is not None)
         check_gather(self.gather, self.stage, self.offload is not None)
         if self.offload is not None and codec_choices(self.sync):
             raise OptionError(
@@ -359,6 +359,12 @@ class Options:
             raise OptionError(
                 'transport="nodes" at stage 3 keeps the rows of other nodes inside the node: pass '
                 'node_cache=True, which costs memory, or transport="gloo".'
+            )
+        if self.transport == "nodes" and self.stage == 0 and delays(self.sync):
+            raise OptionError(
+                'sync=Delayed() with transport="nodes" needs stage 1, 2 or 3: at stage 0 a sum goes from its '
+                "owner straight to every rank, and would cross between nodes once for each. Pass stage=1, or "
+                'transport="gloo".'
             )
 
     @classmethod

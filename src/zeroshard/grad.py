@@ -147,9 +147,7 @@ class Gradients:
         """Set `home.grad`, adding what earlier backward passes had left there; or hand the gradient to the
         bucket's sink."""
         if bucket.sink is not None:
-            flat = bucket.whole if bucket.whole is not None else bucket.landed
-            assert flat is not None
-            bucket.sink(flat[: bucket.pack.full] if bucket.flat else flat, bucket.used_anywhere())
+            bucket.sink(bucket.for_sink(), bucket.used_anywhere())
             return
         aside = self._aside.pop(bucket.index, None)
         if aside is None and all(bucket.used):

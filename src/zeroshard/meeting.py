@@ -34,7 +34,9 @@ def stage_bytes(setup: Division) -> int:
             need("float32", bucket.piece(setup.rank) if bucket.landed != "float32" else 0)
         elif not even or bucket.landed != bucket.wire:
             need(bucket.wire, each + (0 if even else each * world))
-        if setup.options.stage == 0:
+        if setup.options.stage == 0 and setup.behind:
+            need("uint8", each * world * WIDTHS[bucket.landed])
+        elif setup.options.stage == 0:
             need(bucket.landed, each * (world + 1))
     for bundle in setup.bundles if setup.options.stage else ():
         if any(slot.split != "copy" for slot in bundle.slots):

@@ -43,8 +43,10 @@ class Delayed:
 
     After the backward of step t, `p.grad` is the reduced gradient of step t-1, so clipping and the update
     work as ever, one step behind; in the first step `p.grad` is None and the update does nothing. The
-    reduction of each bucket has from its send in one backward to the same place in the next: a whole step.
-    Costs a wire of the whole gradient and one more piece a rank. One backward a step: accumulate under
+    reduction of each bucket has from its send in one backward to the same place in the next: a whole step. At
+    stage 0 that is all that travels, so that a link which is busy for a whole step is hidden; from stage 1 on
+    new parameters travel beside forward, as ever. Costs a wire of the whole gradient and one more piece a
+    rank, at stage 0 two more copies of the gradient. One backward a step: accumulate under
     `run.no_sync()`. With `offload=` and `clip_norm=` the host's update begins in the forward of the step that
     applies it, for one more copy of a rank's rows in host memory.
 
@@ -219,11 +221,6 @@ def check_sync(sync: object, stage: int) -> None:
             "sync=Local(...) needs stage=0, where every rank holds all parameters, and this is stage "
             f"{stage}: a rank that owns rows only cannot take steps alone. Pass stage=0, or at stages 1 to 3 "
             "sync=Delayed()."
-        )
-    if stage == 0 and any(isinstance(part, Delayed) for part in parts):
-        raise OptionError(
-            "sync=Delayed() needs stage 1, 2 or 3: at stage 0 a reduced gradient travels twice, and only the "
-            "first way could be hidden. Pass stage=1, which holds less, or sync=Local(...) at stage 0."
         )
 
 

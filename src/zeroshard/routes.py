@@ -75,7 +75,7 @@ def check_patterns(routes: Routes, names: Iterable[str]) -> None:
         undecided = [name for name in undecided if name not in taken]
 
 
-def check_compress(routes: Routes, sync: Sync, offloads: bool = False) -> None:
+def check_compress(routes: Routes, sync: Sync, stage: int, offloads: bool = False) -> None:
     """Whether any gradients travel that a codec could make smaller, and the codecs go with the rest."""
     choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
     every = list(routes)
@@ -108,6 +108,11 @@ def check_compress(routes: Routes, sync: Sync, offloads: bool = False) -> None:
         raise OptionError(
             "LowRank sends a gradient in rounds that wait for one another, and sync=Delayed() waits for "
             "nothing: drop one of them, or take another codec."
+        )
+    if delays and routes and stage == 0:
+        raise OptionError(
+            "compress= with sync=Delayed() needs stage 1, 2 or 3: at stage 0 sums would be encoded again for "
+            "their way back, and only gradients as they are make it beside the computation. Pass stage=1."
         )
 
 

@@ -49,6 +49,8 @@ def _plain(members: list[Bucket], stage: int, rank: int, behind: bool) -> Buffer
     numel = min(RING, len(sizes)) * max(sizes) if stage > 1 and not behind else sum(sizes)
     wires = numel * WIDTHS[wire]
     pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
+    if stage == 0 and behind:
+        return Buffers(gradients=2 * numel * WIDTHS[dtype], buckets=wires + pieces)
     if stage == 0:  # where dtypes agree, the wire is the gradient
         whole = Buffers(gradients=numel * WIDTHS[dtype])
         return whole if dtype == wire else whole + Buffers(buckets=wires + pieces)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .bucket import Bucket, CodedBucket, Desk, LowRankBucket, RowsBucket
+from .bucket import Bucket, CodedBucket, Desk, LowRankBucket, RowsBucket, WholeBucket
 from .codec import Codec, Compression, LowRank, Rows
 from .coding import rows_spans, wire_bytes
 from .comm import Region, Transport
@@ -107,7 +107,8 @@ class Wiring:
             sizes = [sum(length for _, length in each) for each in spans]
             ring = self._ring(f"{key} {codec!r}", sizes, torch.uint8, self.delays)
         stage, near = self.options.stage, ring[0].mine.device == self.device
-        shown = codec is None and (stage == 1 or (stage == 0 and sort.wire == sort.landed and near))
+        in_place = sort.wire == sort.landed and near and not self.delays
+        shown = codec is None and (stage == 1 or (stage == 0 and in_place))
         kind: Kind = "gradients" if shown else "buckets"
         self.ledger.book(kind, sum(region.mine.nbytes for region in ring))
         return [ring[i % len(ring)] for i in range(len(packs))]
@@ -136,7 +137,8 @@ class Wiring:
             return LowRankBucket(index, made.pack, made.params, transport, sort.dtypes, self.device, codec)
         assert wire is not None
         if codec is None:
-            return Bucket(index, made.pack, made.params, wire, transport, sort.dtypes, self.device)
+            kind = WholeBucket if self.delays and self.options.stage == 0 else Bucket
+            return kind(index, made.pack, made.params, wire, transport, sort.dtypes, self.device)
         assert self.desk is not None
         if isinstance(codec, Rows):
             return RowsBucket(index, made.pack, made.params, wire, transport, sort.dtypes, self.desk, codec)

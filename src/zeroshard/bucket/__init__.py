@@ -5,5 +5,6 @@ from .desk import Desk
 from .lowrank import LowRankBucket
 from .plain import Bucket, EarlySink, Sink
 from .rows import RowsBucket
+from .whole import WholeBucket
 
-__all__ = ["Bucket", "CodedBucket", "Desk", "EarlySink", "LowRankBucket", "RowsBucket", "Sink"]
+__all__ = ["Bucket", "CodedBucket", "Desk", "EarlySink", "LowRankBucket", "RowsBucket", "Sink", "WholeBucket"]

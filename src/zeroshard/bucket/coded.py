@@ -195,7 +195,7 @@ class CodedBucket(Bucket):
             tensor[at:end] for tensor in self._again.values() for at, end in cuts if at < end
         ]
         self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
-        self._show_whole()
+        self.grads = self.views_in(self.whole)
         assert self.landed is not None
         ledger.book("buckets", self._back_wire.mine.nbytes + self.landed.nbytes)
         ledger.book("state", sum(tensor.nbytes for tensor in self._again.values()))

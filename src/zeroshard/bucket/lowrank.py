@@ -174,7 +174,7 @@ class LowRankBucket(Bucket):
 
     def _make_whole(self, in_place: bool, ledger: Ledger) -> None:
         self.whole = torch.zeros(self.pack.wire, dtype=self.dtype, device=self.device)
-        self._show_whole()
+        self.grads = self.views_in(self.whole)
         assert self.landed is not None
         ledger.book("gradients", self.whole.nbytes)
         ledger.book("buckets", self.landed.nbytes)

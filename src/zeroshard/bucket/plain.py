@@ -200,16 +200,38 @@ class Bucket:
         """What this rank keeps of its own from step to step, for checkpoints."""
         return []
 
-    def used_anywhere(self) -> list[bool]:
-        """After the reduction: which parameters any rank used; see [Note: used flags]."""
+    def used_anywhere(self, reduced: Tensor | None = None) -> list[bool]:
+        """After the reduction: which parameters any rank used; see [Note: used flags]. `reduced`: its result,
+        where that is not what is shown."""
         if all(self.used):
             return self.used
-        if self.whole is not None:
-            counts = self.whole[self.pack.full :][: len(self.params)]
-        else:
-            assert self.landed is not None
-            counts = self.landed[self.pack.body(self.transport.rank) :][: len(self.params)]
+        counts = self.flags_in(self.shown if reduced is None else reduced)[: len(self.params)]
         return [mine or count > 0 for mine, count in zip(self.used, counts.tolist(), strict=True)]
+
+    @property
+    def shown(self) -> Tensor:
+        """What `home.grad` shows, flat, with the flags."""
+        shown = self.whole if self.whole is not None else self.landed
+        assert shown is not None
+        return shown
+
+    def flags_in(self, reduced: Tensor) -> Tensor:
+        """Where a result of the reduction, laid out as `shown`, has its flags."""
+        body = self.pack.full if self.whole is not None else self.pack.body(self.transport.rank)
+        return reduced[body:]
+
+    def views_in(self, reduced: Tensor) -> list[Tensor]:
+        """Each parameter's gradient there: its rows on this rank, or at stage 0 all of it."""
+        slots, rank = self.pack.slots, self.transport.rank
+        if self.whole is not None:
+            places = zip(slots, self.pack.full_offsets, strict=True)
+            return [reduced[at : at + s.numel].view(s.shape) for s, at in places]
+        places = zip(slots, self.pack.offsets(rank), strict=True)
+        return [reduced[at : at + s.held(rank)].view(s.local_shape(rank)) for s, at in places]
+
+    def for_sink(self) -> Tensor:
+        """What is shown, as sinks take it."""
+        return self.shown[: self.pack.full] if self.flat else self.shown
 
     # ------------------------------------------------------------------ where it lands
 
@@ -233,10 +255,7 @@ class Bucket:
         if stage == 0:
             self._make_whole(in_place, ledger)
             return
-        rows = [
-            self.landed[at : at + s.held(rank)].view(s.local_shape(rank))
-            for s, at in zip(pack.slots, pack.offsets(rank), strict=True)
-        ]
+        rows = self.views_in(self.landed)
         self.grads = [faces.show(view, slot) for view, slot in zip(rows, pack.slots, strict=True)]
 
     def _make_whole(self, in_place: bool, ledger: Ledger) -> None:
@@ -256,15 +275,10 @@ class Bucket:
         else:
             self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
             ledger.book("gradients", self.whole.nbytes)
-        self._show_whole()
+        self.grads = self.views_in(self.whole)
         spans = list(zip(pack.starts, pack.pieces, strict=True))
         self.back = [[self.whole[at : at + n]] for at, n in spans]
         if in_place:
             self.back[self.transport.rank] = []
         fetched = zip(self.reduced_at, pack.pieces, strict=True)
         self.cuts = [[(at, n)] for at, n in fetched]
-
-    def _show_whole(self) -> None:
-        assert self.whole is not None
-        places = zip(self.pack.slots, self.pack.full_offsets, strict=True)
-        self.grads = [self.whole[at : at + s.numel].view(s.shape) for s, at in places]

@@ -109,7 +109,7 @@ class RowsBucket(Bucket):
         room = self._back_spans[self.transport.rank][1]
         self._back = self.transport.allocate(f"{self.wire.key} {self.index} back", room, torch.uint8)
         self.whole = torch.zeros(self.pack.full + 1, dtype=self.dtype, device=self.device)
-        self._show_whole()
+        self.grads = self.views_in(self.whole)
         ledger.book("buckets", self._back.mine.nbytes + self.landed.nbytes)
         ledger.book("gradients", self.whole.nbytes)
 

@@ -45,7 +45,7 @@ class NcclTransport(Transport):
     """NCCL between GPUs, through the caller's group. `wait` orders streams and does not block the host."""
 
     name = "nccl"
-    overlaps = staged = True
+    overlaps = staged = keeps_order = True
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ def advise(links: Links, parameters: float, step: float) -> Advice:
     small = whole * Int8().wire_bytes(MANY) / (4 * MANY)
     ways += [
         _way(links, step, "stage=2, compress=zs.Int8(), gather=zs.Int8()", "rounding", small, small),
-        _way(links, step, "stage=2, sync=zs.Delayed()", "approximate", whole, whole, hidden=1.0),
+        _way(links, step, "stage=0, sync=zs.Delayed()", "approximate", 2 * whole, 0.0, hidden=1.0),
     ]
     sparse = whole * TopK(ratio=0.01).wire_bytes(MANY) / (4 * MANY)
     ways += [

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, EarlySink, Sink
+from ..bucket import Bucket, EarlySink, Sink, WholeBucket
 from ..comm import Transport, Work
 from ..comm.transport import Done
 from ..errors import StateError
@@ -38,15 +38,19 @@ from .pace import Kept, Pace
 class DelayedGradients(Gradients):
     """See [Note: one behind]. With `behind` off it is `Gradients`, at the price of its wires."""
 
-    def __init__(self, buckets: list[Bucket], transport: Transport, faces: Faces, ledger: Ledger) -> None:
-        # As stage 2: `landed` must not be a part of the wire, which the next gradient overwrites.
-        super().__init__(buckets, transport, faces, 2, ledger)
+    def __init__(
+        self, buckets: list[Bucket], transport: Transport, faces: Faces, stage: int, ledger: Ledger
+    ) -> None:
+        # Stage 1 as 2: `landed` must not be a part of the wire, which the next gradient overwrites.
+        super().__init__(buckets, transport, faces, min(stage, 1) * 2, ledger)
         self.behind = True
         self._coming: list[Tensor] = []
         for bucket in buckets:
-            assert bucket.landed is not None
-            self._coming.append(torch.zeros_like(bucket.landed))
-            ledger.book("gradients", bucket.landed.nbytes)
+            if isinstance(bucket, WholeBucket):
+                self._coming.append(bucket.coming)
+            else:
+                self._coming.append(torch.zeros_like(bucket.shown))
+                ledger.book("gradients", bucket.shown.nbytes)
         self._due: dict[int, Work] = {}  # by bucket: a reduction whose result nobody has seen
         self._late: list[Bucket] = []  # filled, to be sent in the next forward
         self._punctual = len(buckets) - max(len(buckets) // 4, 1)  # see [Note: parameters first]
@@ -61,6 +65,8 @@ class DelayedGradients(Gradients):
             assert isinstance(bucket.sink, EarlySink)
             if bucket.sink.idle and work.poll():
                 self._land(bucket)
+        if self.stage == 0:
+            self._poll()
         return bool(early)
 
     def _is_early(self, bucket: Bucket) -> bool:
@@ -78,7 +84,9 @@ class DelayedGradients(Gradients):
         self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
-        shown, bucket.landed = bucket.landed, self._coming[bucket.index]
+        shown = bucket.landed
+        if not isinstance(bucket, WholeBucket):
+            bucket.landed = self._coming[bucket.index]
         self._due[bucket.index] = bucket.reduce()
         bucket.landed = shown
 
@@ -97,21 +105,23 @@ class DelayedGradients(Gradients):
         if work is None:
             return
         work.wait()
-        assert bucket.landed is not None
         if isinstance(bucket.sink, EarlySink):
             bucket.sink.wait()
         coming, unseen = self._coming[bucket.index], self._ready.get(bucket.index)
         if unseen is None:
-            bucket.landed.copy_(coming)
+            bucket.shown.copy_(coming)
         else:  # no longer behind: the one under way and the one that has just come are averaged
-            bucket.landed.add_(coming).mul_(0.5)
+            bucket.shown.add_(coming).mul_(0.5)
         self._ready[bucket.index] = bucket.used_anywhere()
         if self._is_early(bucket):
             assert bucket.sink is not None
-            bucket.sink(bucket.landed, self._ready.pop(bucket.index))
+            bucket.sink(bucket.for_sink(), self._ready.pop(bucket.index))
 
     def _progress(self) -> None:
         self.advance()
+        self._poll()
+
+    def _poll(self) -> None:
         for work in self._due.values():
             work.poll()
 
@@ -129,21 +139,17 @@ class DelayedGradients(Gradients):
             used = self._ready.pop(bucket.index, None)
             if bucket.sink is not None:
                 if used is not None:
-                    assert bucket.landed is not None
-                    bucket.sink(bucket.landed, used)
+                    bucket.sink(bucket.for_sink(), used)
             else:
                 newer, bucket.used = bucket.used, used if used is not None else [False] * len(bucket.params)
                 if used is None:
-                    self._clear_flags(bucket)
+                    bucket.flags_in(bucket.shown).zero_()
                 self._show(bucket)
                 bucket.used = newer
         self._over()
 
-    def _clear_flags(self, bucket: Bucket) -> None:
-        assert bucket.landed is not None
-        bucket.landed[bucket.pack.body(self.transport.rank) :].zero_()
-
     def land_all(self) -> None:
+        self._poll()
         for bucket in self.buckets:
             self._land(bucket)
 
@@ -158,23 +164,16 @@ class DelayedGradients(Gradients):
 
     def coming(self, every: bool) -> list[tuple[Param, Tensor]]:
         """Rows of the gradients under way, complete; with `every`, also of those that are not."""
-        rank, found = self.transport.rank, []
+        found: list[tuple[Param, Tensor]] = []
         self.start_late()
         for bucket in self.buckets:
             work, flat = self._due.get(bucket.index), self._coming[bucket.index]
             if work is not None:
                 work.wait()
-            used = self._used_in(bucket, flat) if work is not None else [False] * len(bucket.params)
-            places = zip(bucket.pack.slots, bucket.pack.offsets(rank), strict=True)
-            rows = [flat[at : at + s.held(rank)].view(s.local_shape(rank)) for s, at in places]
+            used = bucket.used_anywhere(flat) if work is not None else [False] * len(bucket.params)
+            rows = bucket.views_in(flat)
             found += [(p, r) for p, r, u in zip(bucket.params, rows, used, strict=True) if u or every]
         return found
-
-    def _used_in(self, bucket: Bucket, flat: Tensor) -> list[bool]:
-        shown, bucket.landed = bucket.landed, flat
-        used = bucket.used_anywhere()
-        bucket.landed = shown
-        return used
 
     def expect(self, names: set[str]) -> None:
         """The named gradients have been loaded into `coming`."""
@@ -183,7 +182,7 @@ class DelayedGradients(Gradients):
         for bucket in self.buckets:
             bucket.used = [p.name in names for p in bucket.params]
             if any(bucket.used):
-                self._coming[bucket.index][bucket.pack.body(self.transport.rank) :].zero_()
+                bucket.flags_in(self._coming[bucket.index]).zero_()
                 self._due[bucket.index] = Done()
 
 
