@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 from zeroshard.checkpoint.records import Peers, Saved, Snapshot
 from zeroshard.checkpoint.saving import Job
 from zeroshard.checkpoint.staging import Staging
+from zeroshard.checkpoint.turns import beside
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 log = logging.getLogger("zeroshard")
@@ -22,14 +25,16 @@ class PendingSave:
     def __init__(self, job: Job, staging: Staging, writer: ThreadPoolExecutor) -> None:
         self.path: Path = job.target
         self._copied = threading.Event()
+        self._waiting = 0  # callers that stand still until it is copied, or done
         self._saved: Saved | None = None
         self._error: Exception | None = None
         self._ended = writer.submit(self._run, job, staging)
 
     def _run(self, job: Job, staging: Staging) -> None:
         try:
-            job.stage(staging, self._copied.set)
-            self._saved = job.run()
+            with beside(lambda: self._waiting > 0):
+                job.stage(staging, self._copied.set)
+                self._saved = job.run()
         except Exception as error:  # kept for wait(); a thread has nobody to raise to
             self._error = error
             log.error("the background save to %s failed: %s", self.path, error)
@@ -47,11 +52,22 @@ class PendingSave:
 
     def copied(self) -> None:
         """Return once all that is saved has been copied, so that it may change. Call it before an update."""
-        self._copied.wait()
+        with self._hurried():
+            self._copied.wait()
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     def wait(self, timeout: float | None = None) -> Saved:
         """The finished save, or its error."""
-        if not wait([self._ended], timeout).done:
+        with self._hurried():
+            ended = wait([self._ended], timeout).done
+        if not ended:
             raise CheckpointError(
                 f"the background save to {self.path} has not finished after {timeout} s; it goes on."
             )

@@ -24,7 +24,7 @@ class Bridge:
         """In the thread that trains: what it has launched by now is what rows will show."""
         if torch.cuda.is_initialized():
             self._stream = self._stream or torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     @contextmanager
     def crossing(self) -> Iterator[None]:
@@ -37,7 +37,7 @@ class Bridge:
 
     def bytes_of(self, rows: torch.Tensor) -> memoryview:
         """The rows in host memory; those of a GPU until the next call."""
-        if self._stream is None or not rows.is_cuda or rows.nbytes > CHUNK:
+        if self._stream is None or rows.device != self._stream.device or rows.nbytes > CHUNK:
             return as_bytes(rows)
         if self._landing is None:
             self._landing = pinned(CHUNK, rows.device)

@@ -34,6 +34,7 @@ from zeroshard.checkpoint.records import Held, Peers, Saved, Snapshot, slot
 from zeroshard.checkpoint.sheets import Sheet, chunks, sheets_of
 from zeroshard.checkpoint.staging import Image, Staging
 from zeroshard.checkpoint.tensorfile import TensorFileWriter
+from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.values import joined, pack
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.config import show_bytes
@@ -138,7 +139,7 @@ class Job:
         if self._unstorable is not None:
             raise self._unstorable
         seen: set[tuple[str, str]] = set()
-        for held in self.held:
+        for held in gently(self.held):
             check_description(held.kind, held.name, held.shape, held.dtype)
             if slot(held.kind, held.name) in seen:
                 raise CheckpointError(f"{quoted(held.name)} ({held.kind}) is given twice.")
@@ -258,12 +259,12 @@ def assemble(tensors: Sequence[Described], wrote: Sequence[Any], values: Any, ow
     for rank, answer in enumerate(wrote):
         first = len(files)
         files += [RankFile(*file) for file in answer["files"]]
-        for part, index, start, stop, offset, sums in answer["spans"]:
+        for part, index, start, stop, offset, sums in gently(answer["spans"]):
             spans.setdefault((rank, index), []).append(
                 Span(start, stop, first + part, offset, bytes.fromhex(sums))
             )
     entries = []
-    for tensor in tensors:
+    for tensor in gently(tensors):
         mine = [span for holder in tensor.holders for span in spans.get((holder.rank, holder.index), ())]
         ordered = tuple(sorted(mine, key=lambda span: span.start))
         entries.append(Entry(tensor.kind, tensor.name, tensor.shape, tensor.dtype, ordered))

@@ -11,6 +11,7 @@ from zeroshard.checkpoint.elements import SIZE
 from zeroshard.checkpoint.ranges import Task, block_rows, into_files
 from zeroshard.checkpoint.records import CHUNK, Held
 from zeroshard.checkpoint.tensorfile import Spot, header_of
+from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
 
@@ -39,7 +40,7 @@ def sheets_of(held: Sequence[Held], tasks: Sequence[Task], rank: int, size: int)
     found = []
     for part, group in enumerate(into_files(ordered, [item.row_bytes for item in held], FILE_LIMIT)):
         table = []
-        for task in group:
+        for task in gently(group):
             item = held[task.index]
             shape = (task.stop - task.start, *item.shape[1:]) if item.shape else ()
             table.append((f"{item.kind}:{item.name}[{task.start}:{task.stop}]", item.dtype, shape))

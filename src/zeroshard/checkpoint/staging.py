@@ -21,6 +21,7 @@ from zeroshard.checkpoint.bridge import Bridge
 from zeroshard.checkpoint.elements import byte_view
 from zeroshard.checkpoint.records import Held
 from zeroshard.checkpoint.sheets import Sheet, chunks
+from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.wording import os_error
 from zeroshard.native import allocate, copy_crc32
 
@@ -36,7 +37,7 @@ class Image:
     def fill(self, held: Sequence[Held], lanes: Lanes, bridge: Bridge) -> None:
         """Copy the rows, and sum them on the way."""
         self._view[: len(self.sheet.header)] = self.sheet.header
-        for task, spot in zip(self.sheet.tasks, self.sheet.spots, strict=True):
+        for task, spot in gently(zip(self.sheet.tasks, self.sheet.spots, strict=True)):
             at, sums = spot.offset, bytearray()
             for rows, block in chunks(held[task.index], task):
                 data = bridge.bytes_of(rows)
