@@ -68,7 +68,7 @@ class Halves(ctypes.Structure):
 
 
 class Moves(ctypes.Structure):
-    _fields_ = _fields("i64: count; ptr: to source bytes times step", _TYPES)
+    _fields_ = _fields("i64: count; ptr: to source bytes times step; i64: past", _TYPES)
 
 
 class Checksum(ctypes.Structure):
@@ -124,4 +124,4 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 6 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 7 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
