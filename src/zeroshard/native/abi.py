@@ -78,7 +78,7 @@ class Checksum(ctypes.Structure):
 class Blocks(ctypes.Structure):
     _fields_ = _fields(
         "i64: count first; ptr: values residual scales packed;"
-        "u32: block; i32: bits stochastic add; u32: salt",
+        "u32: block; i32: bits stochastic add; u32: salt; i32: large",
         _TYPES,
     )
 
@@ -115,4 +115,4 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 6 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 7 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
