@@ -14,7 +14,8 @@ setup(
             # No contraction to fused multiply-add, which would round otherwise than torch does; no
             # -march=native: the source picks its vector width at run time, so a library built here runs on
             # another machine.
-            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno"],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
+            extra_link_args=["-pthread"],
             optional=True,
         )
     ]

@@ -20,9 +20,11 @@ import argparse
 import datetime
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -105,8 +107,15 @@ def waited(place: tuple[Any, ...], device: str, path: str) -> Trained:
     return train(cell.world, case, options_of(cell, path, cell.tier), "waited")
 
 
-def check(cell: Cell, path: str, device: str, seed: int) -> None:
-    """Fill in what was found."""
+def prepare(device: str) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def check(cell: Cell, path: str, device: str, seed: int) -> Cell:
+    """The cell with what was found."""
     begun, case = time.perf_counter(), Case(accumulate=cell.accumulate, device=device)
     result = train(cell.world, case, options_of(cell, path, cell.tier), "delayed", seed)
     against = "auto" if cell.tier == "auto" else "host"
@@ -119,6 +128,7 @@ def check(cell: Cell, path: str, device: str, seed: int) -> None:
     cell.updates = result.stats.updates
     cell.rests = sorted({state for state, _ in result.rests})
     cell.seconds = round(time.perf_counter() - begun, 2)
+    return cell
 
 
 def cells(quick: bool, device: str) -> list[Cell]:
@@ -154,17 +164,19 @@ def main() -> int:
     parser.add_argument("--path", type=Path, default=Path("."), help="a folder on a disk")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, a process each")
     parser.add_argument("--out", action="store_true", help="write results/<date>-<device>-offload-exact")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.device == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    asked = [
+        (cell, str(options.path.resolve()), options.device, number)
+        for number, cell in enumerate(cells(options.quick, options.device))
+    ]
     done = []
-    for number, cell in enumerate(cells(options.quick, options.device)):
-        check(cell, str(options.path.resolve()), options.device, seed=number)
-        done.append(cell)
-        print("ok  " if cell.holds else "FAIL", cell, flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context, initializer=prepare, initargs=(options.device,)) as pool:
+        for cell in pool.map(check, *zip(*asked, strict=True)):
+            done.append(cell)
+            print("ok  " if cell.holds else "FAIL", cell, flush=True)
     failed = [cell for cell in done if not cell.holds]
     verdict = f"{len(done) - len(failed)} of {len(done)} cells hold."
     print(table(done), verdict, sep="\n\n")

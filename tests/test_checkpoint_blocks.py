@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import random
 import zlib
@@ -11,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.checkpoint import Alone, Held, Snapshot, disk, load, read_manifest, save, saving
+from zeroshard.checkpoint import Alone, Held, Saver, Snapshot, disk, load, read_manifest, save, sheets
 from zeroshard.errors import CheckpointError
-from zeroshard.native import checksum, crc32
+from zeroshard.native import checksum, copy_crc32, crc32, loader
 
 ROWS, WIDTH = 301, 96  # of float32: 384 bytes a row, ten rows a block below
 
@@ -30,21 +32,101 @@ def test_checksums_are_those_of_zlib(monkeypatch: pytest.MonkeyPatch, small: int
         assert crc32(memoryview(bytes(data))) == zlib.crc32(data), "memory that must not be written"
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_copy_is_summed_on_the_way(monkeypatch: pytest.MonkeyPatch, kernels: bool) -> None:
+    monkeypatch.setattr(checksum, "_SMALL", 1)
+    if not kernels:
+        monkeypatch.setattr(loader, "kernels", lambda: None)
+    draw = random.Random(4)
+    room = memoryview(bytearray(120_000))
+    for count in [0, 1, 15, 63, 64, 65, 127, 129, 1000, 16384, 99_999]:
+        data = memoryview(bytearray(draw.randbytes(count + 5)))[5:]
+        at = draw.randrange(1, 4096)
+        room[:] = bytes(len(room))
+        assert copy_crc32(room[at : at + count], data) == zlib.crc32(data), count
+        assert room[at : at + count] == data, count
+        assert not any(room[:at]), "bytes before it are left alone"
+        assert not any(room[at + count :]), "and those behind it"
+        assert copy_crc32(room[:count], memoryview(bytes(data))) == zlib.crc32(data), "read-only memory"
+
+
+def pages(count: int) -> memoryview:
+    memory = memoryview(mmap.mmap(-1, count * disk.PAGE))
+    memory[:] = random.Random(5).randbytes(len(memory))
+    return memory
+
+
+@pytest.mark.parametrize("obstacle", ["none", "no such flag", "larger pages", "cut short"])
+@pytest.mark.parametrize("size", [1, disk.PAGE, 5 * disk.PAGE - 7, 5 * disk.PAGE])
+def test_pages_are_written_whatever_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str, size: int
+) -> None:
+    """Past the page cache, or through it from where that fails; never more than asked for."""
+    monkeypatch.setattr(disk, "DIRECT", 2 * disk.PAGE)
+    real, control = disk.write_at, fcntl.fcntl
+
+    def switch(fd: int, command: int, flags: int = 0) -> int:
+        if obstacle == "no such flag" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not here")
+        return control(fd, command, flags)
+
+    def write(fd: int, data: memoryview, offset: int) -> int:
+        if control(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            if offset % disk.PAGE or (obstacle == "larger pages" and offset):
+                raise OSError(errno.EINVAL, "not aligned")
+            if obstacle == "cut short" and offset and len(data) > disk.PAGE:
+                return real(fd, data[: disk.PAGE], offset) - 96
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(fcntl, "fcntl", switch)
+    monkeypatch.setattr(disk, "write_at", write)
+    data = pages(5)
+    disk.write_pages(tmp_path / "file", data, size)
+    assert (tmp_path / "file").read_bytes() == data[:size]
+
+
+def test_other_errors_of_direct_writes_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(disk, "write_at", write)
+    with pytest.raises(OSError, match="full"):
+        disk.write_pages(tmp_path / "file", pages(1), 10)
+
+
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
-    monkeypatch.setattr(saving, "BLOCK", 4096)
+    monkeypatch.setattr(sheets, "BLOCK", 4096)
     # Large enough for several blocks, small enough for several chunks; nothing is gathered.
-    monkeypatch.setattr(saving, "CHUNK", 40_960)
+    monkeypatch.setattr(sheets, "CHUNK", 40_960)
     monkeypatch.setattr("zeroshard.checkpoint.reader.CHUNK", 40_960)
     monkeypatch.setattr("zeroshard.checkpoint.tensorfile._GATHER", 1024)
 
 
+def records(whole: torch.Tensor) -> list[Held]:
+    return [Held.of("small", "parameter", torch.arange(3.0)), Held.of("w", "parameter", whole)]
+
+
 def written(folder: Path) -> torch.Tensor:
     whole = torch.randn(ROWS, WIDTH)
-    held = [Held.of("small", "parameter", torch.arange(3.0)), Held.of("w", "parameter", whole)]
-    save(folder, Snapshot(held), Alone())
+    save(folder, Snapshot(records(whole)), Alone())
     return whole
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_background_save_writes_the_same_bytes(tmp_path: Path) -> None:
+    whole = torch.randn(ROWS, WIDTH)
+    whole = torch.cat([whole, whole.t().contiguous().view(ROWS, WIDTH)]).t()  # rows that are not contiguous
+    held = [*records(whole), Held.of("half", "parameter", torch.randn(7).half())]
+    save(tmp_path / "1", Snapshot(held), Alone())
+    saver = Saver(Alone())
+    saver.save(tmp_path / "2", Snapshot(held), background=True)
+    saver.wait()
+    name = "rank-00000-of-00001.safetensors"
+    assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    one, two = (read_manifest(tmp_path / folder) for folder in "12")
+    assert (one.files, one.entries) == (two.files, two.entries)
 
 
 @pytest.mark.usefixtures("threads")

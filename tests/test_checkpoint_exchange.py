@@ -93,7 +93,7 @@ def test_rows_larger_than_a_chunk_are_exported_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zeroshard.checkpoint.reader.CHUNK", 256)
-    monkeypatch.setattr("zeroshard.checkpoint.saving.BLOCK", 96)
+    monkeypatch.setattr("zeroshard.checkpoint.sheets.BLOCK", 96)
     wide = torch.randn(2, 1000)
     from zeroshard.checkpoint import save
 

@@ -33,10 +33,10 @@ def test_any_world_size_reads_any_other(tmp_path: Path, writers: int, readers: i
 
 def test_small_blocks_chunks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows larger than a chunk, blocks of several rows, tensors cut over files: all edges at once."""
-    monkeypatch.setattr("zeroshard.checkpoint.saving.BLOCK", 96)
-    monkeypatch.setattr("zeroshard.checkpoint.saving.CHUNK", 200)
+    monkeypatch.setattr("zeroshard.checkpoint.sheets.BLOCK", 96)
+    monkeypatch.setattr("zeroshard.checkpoint.sheets.CHUNK", 200)
     monkeypatch.setattr("zeroshard.checkpoint.reader.CHUNK", 200)
-    monkeypatch.setattr("zeroshard.checkpoint.saving.FILE_LIMIT", 500)
+    monkeypatch.setattr("zeroshard.checkpoint.sheets.FILE_LIMIT", 500)
     full = model()
     full["parameter", "wide"] = torch.randn(3, 300)
     save_as(tmp_path / "1", full, 2)
@@ -116,9 +116,9 @@ def test_floats_may_change_dtype_and_it_is_told(tmp_path: Path) -> None:
 
 def test_reads_and_writes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No callback is asked for more than a chunk, whatever the tensor has."""
-    for module in ("saving", "reader"):
+    for module in ("sheets", "reader"):
         monkeypatch.setattr(f"zeroshard.checkpoint.{module}.CHUNK", 4096)
-    monkeypatch.setattr("zeroshard.checkpoint.saving.BLOCK", 1024)
+    monkeypatch.setattr("zeroshard.checkpoint.sheets.BLOCK", 1024)
     tensor = torch.arange(64 * 1024, dtype=torch.float32).reshape(-1, 16)
     largest = []
 
@@ -138,7 +138,7 @@ def test_reads_and_writes_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_only_wanted_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.checkpoint.saving.BLOCK", 1024)
+    monkeypatch.setattr("zeroshard.checkpoint.sheets.BLOCK", 1024)
     tensor = torch.randn(1000, 16)
     save(tmp_path / "1", Snapshot([Held.of("w", "parameter", tensor)]), Alone())
     count = []

@@ -26,6 +26,8 @@ def test_what_json_cannot_say_comes_back() -> None:
         "betas": (0.9, 0.95),
         "nested": [{"a": None, "b": True}, (), [1, (2, 3)]],
         "huge": -(2**80),
+        "integers": [0, 2**63 - 1, -(2**63) + 1],
+        "too large": ([5, 2**63], (-(2**63), 5), [True, 1]),
         "raw": b"\x00\xff",
         "by number": {0: "a", 1: {"$x": 1}, (1, 2): "pair", None: 0},
         "$tuple": [1],

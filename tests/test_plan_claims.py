@@ -107,7 +107,7 @@ def test_a_machine_is_measured_once_and_again_when_told(
 
 
 def test_what_python_takes_is_measured() -> None:
-    """For a kernel, and for a share of an update that another thread takes meanwhile; no thread is left."""
+    """For a kernel, and for an update that other threads do meanwhile; no thread is left."""
     threads = threading.active_count()
     small = measure._Small(torch.device("cpu"))
     assert 8 * 20 < small.kernels < 8 * 60  # eight blocks, forward and backward

@@ -4,8 +4,10 @@ refused."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
+import weakref
 from typing import Any
 
 import plan_case
@@ -21,6 +23,18 @@ from zeroshard.planning import inquire
 from zeroshard.testing import assert_bytes, ranks
 
 STEPS = 20
+
+
+def test_a_closed_run_holds_nothing_back() -> None:
+    """Neither the run nor the trace of its planning keeps the model or the optimizer."""
+    model, optimizer, batch = case("gpt")
+    run = zs.shard(model, optimizer, limit="1GiB", batch=batch)
+    measured_step(run, model, optimizer, batch)
+    run.close()
+    held = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(run)]
+    del model, optimizer, run
+    gc.collect()
+    assert [ref() for ref in held] == [None, None, None]
 
 
 def sweep(name: str) -> list[tuple[int, str, int, int, str]]:

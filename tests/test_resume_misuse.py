@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def test_other_parameter_groups_are_refused(tmp_path: Path) -> None:
 def test_a_failed_background_save_is_told_by_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    others = threading.enumerate()
     model, optimizer, run = made()
     (tmp_path / "file").write_text("in the way")
     pending = run.save(tmp_path / "file" / "below", background=True)
@@ -203,7 +205,10 @@ def test_a_failed_background_save_is_told_by_the_next(
     saved = run.save(tmp_path / "good")
     assert "file/below" in str(saved.after_failure)  # type: ignore[union-attr]
     assert "the background save" in caplog.text
+    run.save(tmp_path / "last", background=True)
     run.close()
+    assert zs.latest(tmp_path) == tmp_path / "last"
+    assert not [t for t in threading.enumerate() if t.name.startswith("save") and t not in others]
 
 
 def test_a_plain_model_reads_what_close_gave_back(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.machine import machine
-from zeroshard.planner import price
+from zeroshard.planner import PARTLY_FILLED, price
 from zeroshard.planning import inquire
 from zeroshard.pricing import HOOKED, RECOMPUTED
 from zeroshard.recurrent import Shape
 from zeroshard.timeline import Segment
 from zeroshard.trace import Inputs, Tracer
-from zeroshard.traffic import Traffic
+from zeroshard.traffic import ATTENTION, Traffic
 
 ROWS, LENGTH, WIDTH, HEADS = 2, 16, 32, 4
 ONE = ROWS * LENGTH * WIDTH * 2  # bytes of an activation in bf16
@@ -97,7 +97,7 @@ def test_what_operations_cost() -> None:
     q = torch.ones(1, 2, 8, 4, requires_grad=True)
     with Traffic() as cost:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert cost.flops == 2 * 2 * q.numel() * 8 // 2
+    assert cost.flops == ATTENTION * 2 * 2 * q.numel() * 8 // 2
 
 
 def test_an_lstm_keeps_its_gates() -> None:
@@ -142,7 +142,7 @@ def asked(**figures: Any) -> Any:
 def test_the_workspace_of_a_machine_is_a_kind_of_its_own() -> None:
     plain, more = (price(q := asked(**f), q.way(0)) for f in ({}, {"workspace": 2**20, "margin": 0.5}))
     assert more.kinds["workspace"] == 2**20
-    assert more.kinds["margin"] == (plain.device + 2**20) // 2
+    assert more.kinds["margin"] == (plain.device + 2**20) // 2 + PARTLY_FILLED
     assert more.device == plain.device + 2**20 + more.kinds["margin"]
 
 
@@ -151,29 +151,31 @@ def test_time_is_products_and_bytes_through_memory() -> None:
     segments = question.segments(question.way(0))
     rate, memory = question.machine.full * 0.5, question.machine.memory_rate
     work = sum(s.flops + s.back for s in segments)
-    moved = sum(s.moved for s in segments)
+    moved = sum(s.moved + s.moved_back for s in segments)
     assert work > 0
-    assert moved > 0
+    assert sum(s.moved for s in segments) > 0
+    assert sum(s.moved_back for s in segments) > 0
     made = price(question, question.way(0))
-    kernels = sum(s.kernels for s in segments)
+    kernels = sum(s.kernels + s.kernels_back for s in segments)
     # Three products with a bias, and backward two each (the first layer one), a sum for each bias, the loss.
     assert 14 <= kernels <= 40
     assert made.seconds["compute"] == pytest.approx(work / rate + moved / memory + 1e-6 * kernels)
 
 
 def test_small_models_take_as_long_as_python_takes() -> None:
-    """To launch kernels, to recompute, and to hand shares of an update to threads: one after another."""
+    """To launch kernels, to recompute, and to hand updates to threads: one after another."""
     question = asked(launch=1e-3, hand=0.0)
-    kernels = sum(s.kernels for s in question.segments(question.way(0)))
+    kernels = sum(s.kernels + s.kernels_back for s in question.segments(question.way(0)))
     plain = price(question, question.way(0))
-    assert plain.seconds["interpreter"] == pytest.approx(1e-3 * (kernels + 3 * HOOKED))
+    assert plain.seconds["interpreter"] == pytest.approx(1e-3 * (kernels + 3 * sum(HOOKED)))
     assert plain.step == pytest.approx(plain.seconds["interpreter"] + plain.seconds["update"])
     again = price(question, question.way(0, recompute=True))
-    kernels = sum(s.kernels for s in question.segments(question.way(0, recompute=True)))
-    assert again.seconds["interpreter"] == pytest.approx(1e-3 * (kernels + 3 * (HOOKED + RECOMPUTED)))
+    kernels = sum(s.kernels + s.kernels_back for s in question.segments(question.way(0, recompute=True)))
+    hooks = 3 * (sum(HOOKED) + sum(RECOMPUTED))
+    assert again.seconds["interpreter"] == pytest.approx(1e-3 * (kernels + hooks))
     handed = asked(launch=0.0, hand=1e-3, cores=16)
     options = zs.config.Options(offload=zs.Offload(), clip_norm=1.0)
-    assert price(handed, options).seconds["interpreter"] == pytest.approx(1e-3 * 3)  # a share for each unit
+    assert price(handed, options).seconds["interpreter"] == pytest.approx(1e-3 * 3)  # a part for each unit
     assert (
         "interpreter" not in price(asked(gpu=False), question.way(0)).seconds
     )  # the CPU runs what is called

@@ -77,6 +77,10 @@ CASES = {
         "13 B, GPU capped at 32 GiB, disk allowed; a guard on the norm at 8", "trains", 580,
         auto("15GiB", "116GiB", "master=split", *GUARDED, ALL, DISK), "13b", ("--steps", "4", *CAP),
     ),
+    "13b-clip": Case(
+        "13 B, GPU capped at 32 GiB, clipped at 1.0; gradients wait, so more is on the disk", "trains", 580,
+        auto("15GiB", "116GiB", "master=split", ALL, DISK), "13b", ("--steps", "3", *CAP),
+    ),
     "20b": Case(
         "20.0 B, whole GPU and host, no disk; a guard on the norm at 8, none is clipped", "trains", 580,
         auto("115GiB", "116GiB", "master=split", *GUARDED), "20b", ("--steps", "3"),

@@ -371,7 +371,7 @@ class Run(Kept):
         runtime = self._runtime
         if runtime.closed:
             return
-        self._keeper.finish()
+        self._keeper.close()
         runtime.close()
         self._hooks.remove()
         successors: dict[int, nn.Parameter] = {}

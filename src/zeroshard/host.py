@@ -29,12 +29,13 @@ from torch import Tensor
 
 from .due import Countdown, Job, Staged
 from .errors import StateError, TierError
-from .native import AdamRows, Workers, adam_update, sgd_update
+from .native import AdamRows, Team, Workers, adam_update, sgd_update
 from .outlook import Outlook
 from .part import Part
 from .shapes import share_of
 from .tier import Arena, Copies, Stage
 
+AT_ONCE = 2  # parts that are updated
 AHEAD = 2  # parts on their way to the host while one is updated
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
 
@@ -54,8 +55,10 @@ class HostUpdates:
         workers: Workers,
         clip_norm: float,
         undo: bool = True,
+        team: Team | None = None,
     ) -> None:
         self.parts, self.arena, self.copies, self.workers = list(parts), arena, copies, workers
+        self.team = team
         self.clip_norm, self.undo = clip_norm, undo
         self.outlook = Outlook(clip_norm)
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
@@ -71,7 +74,7 @@ class HostUpdates:
         self._due: list[Job] = []
         self._changed = threading.Condition()
         self._closing = False
-        self._busy = threading.Semaphore(2)
+        self._busy = threading.Semaphore(AT_ONCE)
         self._showing = threading.Lock()  # whether a part holds its weights back is asked and told under it
         self.paging = next((part.disk.paging for part in self.parts if part.disk is not None), None)
         if self.paging is not None:
@@ -192,16 +195,17 @@ class HostUpdates:
         return Staged(job, stage, self.copies.out(to, of, job.landed))
 
     def _update(self, staged: Staged) -> None:
-        """Hand out a part's elements to the workers; whoever finishes last sends the weights back.
+        """Hand out a part's elements: to a worker that hands them on to the team, or share by share to all
+        workers where there is none. Whoever finishes last sends the weights back.
 
-        Two parts are in the workers' hands at a time, so that none of them idles while the last share of a
-        part is done.
+        Two parts are in the workers' hands at a time, so that no thread idles while the last share of a part
+        is done.
         """
         part, stage = staged.job.part, staged.stage
         staged.arrived.wait_on_host()
         part.arrive()
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(staged.job, stage)
-        share = share_of(part.numel, len(self.workers))
+        share = share_of(part.numel, len(self.workers)) if self.team is None else max(part.numel, 1)
         shares = [
             (step, taken, at, min(at + share, run.stop))
             for run, step, taken in staged.job.steps()
@@ -215,7 +219,8 @@ class HostUpdates:
         for step, taken, start, stop in shares:
             state = part.share(start, stop)
             update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
-            task = partial(update, state, grad[start:stop], weight[start:stop], step, taken=taken)
+            given = state, grad[start:stop], weight[start:stop], step
+            task = partial(update, *given, taken=taken, team=self.team)
             self.workers.submit(partial(self._work, part, task, left))
 
     def _work(self, part: Part, task: Callable[[], None], left: Countdown) -> None:
@@ -411,6 +416,8 @@ class HostUpdates:
             self._changed.notify_all()
         self._thread.join()
         self.workers.close()
+        if self.team is not None:
+            self.team.close()
 
     def halt(self) -> None:
         """The interpreter ends: drop what is due, and leave no thread behind."""

@@ -101,6 +101,11 @@ class Keeper:
         assert found is None or isinstance(found, str)
         return found
 
+    def close(self) -> None:
+        self.finish()
+        if self._made is not None:
+            self._made.close()
+
     def finish(self) -> None:
         """Wait for a background save. How it failed was logged, and the next save tells it."""
         if self._made is not None and self._made.pending is not None:

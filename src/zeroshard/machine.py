@@ -20,8 +20,8 @@ class Machine:
 
     - `memory`: bytes of the device. `half`, `full`: operations a second in 16 bits and in fp32.
       `efficiency`: share that a model's matrix products reach.
-    - `memory_rate`: bytes a second of the device's memory; `host_rate`: of the host's, for all ranks of a
-      node together.
+    - `memory_rate`: bytes a second of the device's memory; `update_rate`: those that its optimizer's step
+      touches, where it was measured; `host_rate`: of the host's memory, for all ranks of a node together.
     - `pcie`: bytes a second between host and device, each way. `link`: between devices of a node.
       `network`: a device's share of what its node sends to others. `disk_rate`: bytes a second that a node's
       disk reads or writes.
@@ -30,8 +30,8 @@ class Machine:
     - `workspace`: bytes that the device's matrix products keep for themselves; `margin`: what its allocator
       takes beside what is asked of it, as a share. Measured (see `measure`), and zero where nothing was.
     - `gap`: seconds that a kernel of the device takes beside its work. `launch`: seconds of the training
-      thread to have one launched; `hand`: what each share of an update that is handed to a thread of the host
-      takes from it, because the interpreter runs one thread at a time.
+      thread to have one launched; `hand`: what each update that is handed to threads of the host takes
+      from it, because the interpreter runs one thread at a time.
     - `gpu`: whether a trace has the kernels of a GPU, or those of the CPU.
     """
 
@@ -43,6 +43,7 @@ class Machine:
     pcie: float
     link: float
     network: float = 50e9
+    update_rate: float = 0.0  # not measured: as `memory_rate`
     host_rate: float = 200e9
     disk_rate: float = 3e9
     node: int = 8

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from .comm import Transport
 from .errors import OptionError
 from .machine import Machine
-from .native import AdamRows, AdamStep, Workers, adam_update, usable_cores
+from .native import AdamRows, AdamStep, Team, adam_update, usable_cores
 from .traffic import Traffic
 
-FORMAT = 3
+FORMAT = 4
 
 
 def here(device: torch.device, again: bool = False) -> Machine:
@@ -141,16 +141,31 @@ def _measured_link(transport: Transport) -> float:
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
     """The fastest of some runs, on a GPU more of them: other programs only ever make it slower."""
-    best = float("inf")
-    for _ in range(repeats if device.type == "cpu" else 4 * repeats):
+    return min(_timed(work, device, repeats if device.type == "cpu" else 4 * repeats))
+
+
+def _timed(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """The seconds of each run."""
+    times = []
+    for _ in range(repeats):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, perf_counter() - start)
-    return best
+        times.append(perf_counter() - start)
+    return times
+
+
+def _lasting(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of one of many runs in a row on a GPU: over a second it gets warm, and slower."""
+    torch.cuda.synchronize(device)
+    start = perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize(device)
+    return (perf_counter() - start) / repeats
 
 
 def _matmul_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -165,23 +180,31 @@ def _copy_rate(numel: int, device: torch.device) -> float:
     return 8 * numel / _seconds(lambda: b.copy_(a), device)
 
 
+def _fused_rate(device: torch.device, numel: int = 2**20, count: int = 64) -> float:
+    """Bytes a second that torch's fused Adam touches on the device, in parameters of usual size."""
+    weights = [torch.zeros(numel, device=device, requires_grad=True) for _ in range(count)]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    optimizer.step()
+    return 28 * numel * count / _lasting(optimizer.step, device, 20)
+
+
 def _update_rate(numel: int) -> float:
-    """Bytes a second that the host's Adam touches, all workers together: 28 a parameter in bf16."""
+    """Bytes a second that the host's Adam touches, all threads together: 28 a parameter in bf16."""
     rows = AdamRows.zeros(numel)
     grad, weight = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
-    step, workers = AdamStep(lr=1e-3, step=1), Workers(len(usable_cores()))
+    step, team = AdamStep(lr=1e-3, step=1), Team.open(len(usable_cores()))
     try:
 
-        def chunk(start: int, stop: int) -> None:
-            adam_update(rows, grad[start:stop], weight[start:stop], step, start=start, stop=stop)
-
         def once() -> None:
-            workers.spread(numel, -(-numel // len(usable_cores())), chunk)  # a share for each, as in a run
+            adam_update(rows, grad, weight, step, team=team)
 
         once()
         return 28 * numel / _seconds(once, torch.device("cpu"))
     finally:
-        workers.close()
+        if team is not None:
+            team.close()
 
 
 class _Layer(nn.Module):
@@ -218,7 +241,7 @@ def _layer_rate(
     once()
     with Traffic() as cost:
         once()
-    seconds = _seconds(once, device)
+    seconds = _lasting(once, device, 100) if device.type == "cuda" else _seconds(once, device)
     rest = cost.moved / memory_rate + cost.kernels * gap
     rate: float = cost.flops / max(seconds - rest, seconds / 2)
     return rate
@@ -239,44 +262,43 @@ class _Small:
     def step(self) -> None:
         self._layers(self._x).sum().backward()
 
-    def seconds(self, repeats: int = 5) -> float:
-        """Of one step."""
-        return _seconds(self.step, self.device, repeats)
+    def seconds(self, repeats: int = 25) -> float:
+        """Of one step; half of them take longer. The fastest would be no measure: unlike kernels, Python is
+        held up in real steps too."""
+        return sorted(_timed(self.step, self.device, repeats))[repeats // 2]
 
 
 def _hand(small: _Small, threads: int, share: int = 2**20) -> float:
-    """Seconds by which each share of an update that a thread of the host takes holds up the one that calls
-    operations: both want the interpreter and the memory. Shares as large as those of real updates."""
+    """Seconds by which each update that is handed to the host's threads holds up the thread that calls
+    operations: both want the interpreter and the memory. Updates as large as real ones."""
     numel, handed, going = share * threads, 0, True
-    rows, workers, step = AdamRows.zeros(numel), Workers(threads), AdamStep(lr=1e-3, step=1)
+    rows, team, step = AdamRows.zeros(numel), Team.open(threads), AdamStep(lr=1e-3, step=1)
     grad, weight = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
-
-    def chunk(start: int, stop: int) -> None:
-        adam_update(rows, grad[start:stop], weight[start:stop], step, start=start, stop=stop)
 
     def updates() -> None:
         nonlocal handed
         while going:
-            workers.spread(numel, share, chunk)
-            handed += threads
+            adam_update(rows, grad, weight, step, team=team)
+            handed += 1
 
-    alone = min(small.seconds() for _ in range(3))
+    alone = small.seconds()
     thread = Thread(target=updates)
     thread.start()
     try:
         while not handed and thread.is_alive():  # the first touch of the memory is slow
             small.step()
         before, start = handed, perf_counter()
-        for _ in range(10):
+        for _ in range(30):
             small.step()
         if small.device.type == "cuda":
             torch.cuda.synchronize(small.device)
-        late = perf_counter() - start - 10 * alone
+        late = perf_counter() - start - 30 * alone
         return max(late, 0.0) / max(handed - before, 1)
     finally:
         going = False
         thread.join()
-        workers.close()
+        if team is not None:
+            team.close()
 
 
 def _gap(device: torch.device, count: int = 500) -> float:
@@ -343,6 +365,7 @@ def _measured_gpu(device: torch.device) -> Machine:
         memory_rate=memory_rate,
         pcie=pcie,
         link=_peer_rate(device) or pcie,
+        update_rate=_fused_rate(device),
         host_rate=_update_rate(2**26),
         node=count,
         cores=cores,

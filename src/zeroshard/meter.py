@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -15,14 +15,42 @@ from .recurrent import with_workspace
 from .traffic import cost
 
 
+class _Alive:
+    """Bytes of the storages that live. Its own object, since finalizers hold it until the last storage is
+    gone: a meter, and through it the model, must not live that long."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._known: dict[int, int] = {}
+
+    def ignore(self, storage: UntypedStorage) -> None:
+        self._known[storage._cdata] = 0
+
+    def meet(self, storage: UntypedStorage) -> bool:
+        """Whether it is a new one."""
+        if storage._cdata in self._known:
+            return False
+        self._known[storage._cdata] = storage.nbytes()
+        self.bytes += storage.nbytes()
+        weakref.finalize(storage, self._part, storage._cdata)
+        return True
+
+    def _part(self, key: int) -> None:
+        self.bytes -= self._known.pop(key, 0)
+
+
 class Meter(TorchDispatchMode):
     """Counts the bytes of storages that operations make and that still live, and tells whoever listens of
     every rise."""
 
     def __init__(self, rise: Callable[[int], None], work: Callable[[int, int], None], gpu: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self._rise, self._work, self._gpu = 0, rise, work, gpu
-        self._known: dict[int, int] = {}
+        self._rise, self._work, self._gpu = rise, work, gpu
+        self._alive = _Alive()
+
+    @property
+    def now(self) -> int:
+        return self._alive.bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = with_workspace(func, args, func(*args, **(kwargs or {})), self._gpu)
@@ -31,22 +59,15 @@ class Meter(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._meet(tensor)
         if self._gpu and (passing := workspace(func, args)):
-            self.now += passing
+            self._alive.bytes += passing
             self._rise(self.now)
-            self.now -= passing
+            self._alive.bytes -= passing
         return result
 
     def ignore(self, tensor: Tensor) -> None:
         """Leave out a tensor, which the caller keeps, and all views of it."""
-        self._known[tensor.untyped_storage()._cdata] = 0
+        self._alive.ignore(tensor.untyped_storage())
 
     def _meet(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._part, storage._cdata)
+        if self._alive.meet(tensor.untyped_storage()):
             self._rise(self.now)
-
-    def _part(self, key: int) -> None:
-        self.now -= self._known.pop(key, 0)

@@ -21,11 +21,11 @@ from .config import Options
 from .eligible import check_kernels, form_of, no_kernel, overlaps
 from .errors import OptionError, TierError
 from .form import Form
-from .host import HostUpdates
+from .host import AT_ONCE, HostUpdates
 from .landing import HostGradients
 from .layout import ALIGN, Slot, aligned, buckets
 from .lending import staging_bytes
-from .native import AdamRows, SgdRows, Workers, allocate, usable_cores
+from .native import AdamRows, SgdRows, Team, Workers, allocate, usable_cores
 from .native.abi import BLOCK
 from .param import Bundle, OnDiskRows
 from .part import OnDisk, PagedMaster, Part
@@ -411,7 +411,9 @@ class Host:
         cores = usable_cores()
         threads = self.offload.threads or max(1, len(cores) - 2)
         clip = self.options.clip_norm if self.options.clip_norm is not None else math.inf
-        self.updates = HostUpdates(self.parts, arena, self.copies, Workers(threads), clip, self.offload.undo)
+        team = Team.open(threads)
+        workers = Workers(threads if team is None else AT_ONCE)
+        self.updates = HostUpdates(self.parts, arena, self.copies, workers, clip, self.offload.undo, team)
 
     def close(self) -> None:
         """The scratch file goes; nothing reads it any more."""

@@ -420,12 +420,17 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
     )
 
 
+# Torch's allocator takes memory for tensors of 1 to 10 MiB in segments of 20 MiB. Weights end in the middle
+# of one, and moments, which come while gradients are there, in the middle of another.
+PARTLY_FILLED = 2 * 20 * 2**20
+
+
 def with_margin(question: Question, moment: Moment) -> Moment:
     """With what the machine's allocator and kernels take beside what is asked of it, as measured."""
-    workspace = question.machine.workspace
-    margin = int((moment.total + workspace) * question.machine.margin)
-    if not margin and not workspace:
-        return moment
+    workspace, share = question.machine.workspace, question.machine.margin
+    if not share and not workspace:
+        return moment  # nothing was measured
+    margin = int((moment.total + workspace) * share) + PARTLY_FILLED
     return Moment(moment.where, moment.kinds | {"workspace": workspace, "margin": margin})
 
 

@@ -11,11 +11,12 @@ from .codec import Codec, Delta, LowRank
 from .crossing import Sent
 from .machine import Machine
 from .memory import Setup
-from .shapes import WIDTHS, share_of
+from .shapes import WIDTHS
 from .timeline import Segment
 
-# Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels.
-HOOKED, RECOMPUTED = 17, 75
+# Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
+# in forward and in backward. And as sending a part's gradient to the host and fetching its weights takes.
+HOOKED, RECOMPUTED, SENT = (5, 12), (24, 51), 20
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
 # on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
 SLOWER: dict[bool, dict[str, tuple[float, float]]] = {
@@ -36,7 +37,8 @@ class Seconds:
 def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent: Sent) -> Seconds:
     """Communication, copies and the overlapped host update run beside the computation, except for gathers
     that nothing announces (`prefetch=0`) and transports that this thread drives (shared memory)."""
-    compute = _compute(setup, segments, machine) + (coding := _coding(setup, machine))
+    computed = _compute(setup, segments, machine)
+    compute = sum(computed) + (coding := _coding(setup, machine))
     exchange = _exchange(setup, machine, sent)
     gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
     alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
@@ -44,10 +46,11 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     beside = {"compute": compute, "exchange": exchange - alone}
     held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.bundles), default=4)
     touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
-    touched["device"] += held["device"] * _widened(setup, width)
     last = 0.0  # what comes after all that runs side by side
     if touched["device"]:
-        parts["update"] = last = touched["device"] / machine.memory_rate
+        last = touched["device"] / (machine.update_rate or machine.memory_rate)
+        last += held["device"] * _widened(setup, width) / machine.memory_rate
+        parts["update"] = last
     away, each = held["host"] + held["disk"], sent.each
     if away or setup.streamed:
         streamed = sum(b.body(setup.rank) for b in setup.bundles if setup.streams(b))
@@ -63,17 +66,29 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     if held["disk"]:
         parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
     if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
-        parts["interpreter"] = beside["interpreter"] = _interpreter(setup, segments, machine)
+        launched = _launched(setup, segments, machine)
+        parts["interpreter"] = sum(launched)
+        # The device waits for Python in each pass that it is faster in, and makes up for it in no other.
+        beside["compute"] += sum(max(late - work, 0.0) for late, work in zip(launched, computed, strict=True))
     return Seconds(parts, max(beside.values()) + alone + last)
 
 
-def _compute(setup: Setup, segments: Sequence[Segment], machine: Machine) -> float:
-    """Products by their operations, all else by the bytes that it moves, and a gap for every kernel."""
-    work = sum(s.flops + (s.back or s.flops * (3 if setup.recomputes(s.unit) else 2)) for s in segments)
+def _compute(setup: Setup, segments: Sequence[Segment], machine: Machine) -> tuple[float, float]:
+    """Forward and backward: products by their operations, all else by the bytes that it moves, and a gap for
+    every kernel."""
     narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
-    products = work / ((machine.half if narrow else machine.full) * machine.efficiency)
-    moved, kernels = sum(s.moved for s in segments), sum(s.kernels for s in segments)
-    return products + moved / machine.memory_rate + kernels * machine.gap
+    rate = (machine.half if narrow else machine.full) * machine.efficiency
+
+    def taken(work: int, moved: int, kernels: int) -> float:
+        return work / rate + moved / machine.memory_rate + kernels * machine.gap
+
+    back = sum(s.back or s.flops * (3 if setup.recomputes(s.unit) else 2) for s in segments)
+    return (
+        taken(
+            sum(s.flops for s in segments), sum(s.moved for s in segments), sum(s.kernels for s in segments)
+        ),
+        taken(back, sum(s.moved_back for s in segments), sum(s.kernels_back for s in segments)),
+    )
 
 
 def _exchange(setup: Setup, machine: Machine, sent: Sent) -> float:
@@ -82,15 +97,19 @@ def _exchange(setup: Setup, machine: Machine, sent: Sent) -> float:
     return max(inside, between) + _messages(setup) * machine.latency
 
 
-def _interpreter(setup: Setup, segments: Sequence[Segment], machine: Machine) -> float:
-    """Python runs one thread at a time: the one that launches kernels, and those that are handed shares of
-    the host's updates."""
-    launches = sum(s.kernels for s in segments)
-    launches += sum(HOOKED + RECOMPUTED * setup.recomputes(s.unit) for s in segments if s.unit)
-    offload = setup.options.offload
-    threads = (offload.threads if offload else None) or max(machine.cores - 2, 1)
-    shares = sum(-(-part.numel // share_of(part.numel, threads)) for part in setup.parts if part.native)
-    return launches * machine.launch + shares * machine.hand
+def _launched(setup: Setup, segments: Sequence[Segment], machine: Machine) -> tuple[float, float]:
+    """What Python takes for forward and for backward. It runs one thread at a time, so what it does for the
+    host's updates holds up both alike."""
+    launches = [sum(s.kernels for s in segments), sum(s.kernels_back for s in segments)]
+    for unit in (s.unit for s in segments if s.unit):
+        for number in range(2):
+            launches[number] += HOOKED[number] + RECOMPUTED[number] * setup.recomputes(unit)
+    sent = sum(part.native for part in setup.parts) * (machine.hand + SENT * machine.launch)
+    total = sum(launches)
+    if not total:
+        return 0.0, sent
+    forward, backward = (count * (machine.launch + sent / total) for count in launches)
+    return forward, backward
 
 
 def _awaited(setup: Setup, update: float, copy: float) -> float:

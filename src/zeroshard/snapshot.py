@@ -295,7 +295,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
         states["cuda"] = torch.cuda.get_rng_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [name, [int(k) for k in keys], *rest]
+        states["numpy"] = [name, keys.tolist(), *rest]
     return states
 
 

@@ -36,8 +36,8 @@ class Segment:
     - `forward`, `backward`: the most that lives meanwhile beyond what was saved before, and beyond what is
       still saved.
     - `flops`, `back`: operations of its forward, and of its backward with what is recomputed there.
-      `moved`: bytes that all else reads and writes, forward and backward. `kernels`: operations of both
-      kinds.
+      `moved`, `moved_back`: bytes that all else reads and writes. `kernels`, `kernels_back`: operations of
+      both kinds.
     - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
       `backward` before the first, after the first, and so on. Empty where no step was traced.
     """
@@ -49,7 +49,9 @@ class Segment:
     flops: int = 0
     back: int = 0
     moved: int = 0
+    moved_back: int = 0
     kernels: int = 0
+    kernels_back: int = 0
     order: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
 

@@ -72,7 +72,9 @@ class _Stretch:
     flops: int = 0
     back: int = 0
     moved: int = 0
+    moved_back: int = 0
     kernels: int = 0
+    kernels_back: int = 0
     order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
     levels: list[int] = field(
         default_factory=list
@@ -98,7 +100,9 @@ class _Stretch:
             source.flops,
             source.back,
             source.moved,
+            source.moved_back,
             source.kernels,
+            source.kernels_back,
             order,
             tuple(source.levels),
         )
@@ -307,13 +311,15 @@ class Tracer:
         return total
 
     def _worked(self, flops: int, moved: int) -> None:
-        stretch = self._backward or self._stretches[-1]
         if self._backward is None:
+            stretch = self._stretches[-1]
             stretch.flops += flops
+            stretch.moved += moved
+            stretch.kernels += bool(flops or moved)
         else:
-            stretch.back += flops
-        stretch.moved += moved
-        stretch.kernels += bool(flops or moved)
+            self._backward.back += flops
+            self._backward.moved_back += moved
+            self._backward.kernels_back += bool(flops or moved)
 
     def _pack(self, tensor: Tensor) -> Any:
         stretch = self._backward or self._stretches[-1]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 from zeroshard.checkpoint.records import Peers, Saved, Snapshot
 from zeroshard.checkpoint.saving import Job
 from zeroshard.checkpoint.staging import Staging
+from zeroshard.checkpoint.turns import beside
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 log = logging.getLogger("zeroshard")
@@ -18,22 +22,19 @@ log = logging.getLogger("zeroshard")
 class PendingSave:
     """A save under way in a thread. Python waits for it when the process ends, unless it is killed."""
 
-    def __init__(self, job: Job, staging: Staging) -> None:
+    def __init__(self, job: Job, staging: Staging, writer: ThreadPoolExecutor) -> None:
         self.path: Path = job.target
         self._copied = threading.Event()
+        self._waiting = 0  # callers that stand still until it is copied, or done
         self._saved: Saved | None = None
         self._error: Exception | None = None
-        # No daemon: a process that ends while it writes would lose the checkpoint it was promised.
-        self._thread = threading.Thread(
-            target=self._run, args=(job, staging), name=f"save {job.target.name}", daemon=False
-        )
-        self._thread.start()
+        self._ended = writer.submit(self._run, job, staging)
 
     def _run(self, job: Job, staging: Staging) -> None:
         try:
-            job.stage(staging)
-            self._copied.set()
-            self._saved = job.run()
+            with beside(lambda: self._waiting > 0):
+                job.stage(staging, self._copied.set)
+                self._saved = job.run()
         except Exception as error:  # kept for wait(); a thread has nobody to raise to
             self._error = error
             log.error("the background save to %s failed: %s", self.path, error)
@@ -42,7 +43,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._ended.done()
 
     @property
     def error(self) -> Exception | None:
@@ -51,12 +52,22 @@ class PendingSave:
 
     def copied(self) -> None:
         """Return once all that is saved has been copied, so that it may change. Call it before an update."""
-        self._copied.wait()
+        with self._hurried():
+            self._copied.wait()
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     def wait(self, timeout: float | None = None) -> Saved:
         """The finished save, or its error."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        with self._hurried():
+            ended = wait([self._ended], timeout).done
+        if not ended:
             raise CheckpointError(
                 f"the background save to {self.path} has not finished after {timeout} s; it goes on."
             )
@@ -81,6 +92,8 @@ class Saver:
         self.peers = peers
         self.pending: PendingSave | None = None
         self.staging = Staging()
+        # One thread for all saves: to start one takes longer than all else that a caller waits for.
+        self._writer = ThreadPoolExecutor(1, "save")
 
     def save(
         self,
@@ -102,7 +115,8 @@ class Saver:
         job.after_failure = failure
         if not background:
             return job.run()
-        self.pending = PendingSave(job, self.staging)
+        self.staging.bridge.begin()
+        self.pending = PendingSave(job, self.staging, self._writer)
         if not lazy:
             self.pending.copied()
         return self.pending
@@ -111,6 +125,11 @@ class Saver:
         """Wait for the save under way, if any; raises its error."""
         pending, self.pending = self.pending, None
         return pending.wait() if pending is not None else None
+
+    def close(self) -> None:
+        """Let go of the thread and the copy. What is under way is finished first."""
+        self._writer.shutdown()
+        self.staging = Staging()
 
     def _settle(self) -> str | None:
         pending, self.pending = self.pending, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +40,7 @@ class Lanes:
         results: list[_Result] = []
         waiting = iter(jobs)
         # A few at a time: a damaged manifest may have millions of blocks.
-        while group := [self._pool.submit(work, job) for job in islice(waiting, 4 * _MOST)]:
+        while group := [_begun(self._pool, work, job) for job in islice(waiting, 4 * _MOST)]:
             wait(group)
             results += [future.result() for future in group]
         return results
@@ -53,6 +53,18 @@ class Lanes:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _begun(pool: ThreadPoolExecutor, work: Callable[[_Job], _Result], job: _Job) -> Future[_Result]:
+    try:
+        return pool.submit(work, job)
+    except RuntimeError:  # Python is ending: it waits for a save under way, and lets no other thread begin
+        done: Future[_Result] = Future()
+        try:
+            done.set_result(work(job))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -22,6 +22,7 @@ from zeroshard.checkpoint.plainjson import dump, parse
 from zeroshard.checkpoint.ranges import block_rows
 from zeroshard.checkpoint.records import slot
 from zeroshard.checkpoint.tensorfile import open_regular
+from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
 
@@ -148,7 +149,7 @@ def encode(manifest: Manifest) -> bytes:
             e.dtype,
             [[s.start, s.stop, s.file, s.offset, s.sums.hex()] for s in e.spans],
         ]
-        for e in manifest.entries
+        for e in gently(manifest.entries)
     )
     body = (
         f'"world":{manifest.world},"block":{manifest.block},"versions":{dump(manifest.versions)},\n'

@@ -11,6 +11,7 @@ from typing import Any
 
 from zeroshard.checkpoint.elements import SIZE, height, row_bytes
 from zeroshard.checkpoint.records import slot
+from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.wording import quoted, some
 from zeroshard.errors import CheckpointError
 
@@ -57,7 +58,7 @@ def merge(descriptions: Sequence[Sequence[Any]]) -> list[Described]:
     holders: dict[tuple[str, str], list[Holder]] = {}
     looks: dict[tuple[str, str], tuple[str, tuple[int, ...], str, int]] = {}
     for rank, description in enumerate(descriptions):
-        for index, (kind, name, shape, dtype, start, stop) in enumerate(description):
+        for index, (kind, name, shape, dtype, start, stop) in enumerate(gently(description)):
             key = slot(kind, name)
             look = looks.setdefault(key, (kind, tuple(shape), dtype, rank))
             if look[:3] != (kind, tuple(shape), dtype):
@@ -80,7 +81,7 @@ def assign(tensors: Sequence[Described], world: int) -> list[list[Task]]:
     bytes."""
     tasks: list[list[Task]] = [[] for _ in range(world)]
     load = [0] * world
-    for tensor in tensors:
+    for tensor in gently(tensors):
         width = row_bytes(tensor.shape, tensor.dtype)
         for holder, start, stop in _shares(tensor, width, load):
             tasks[holder.rank].append(Task(holder.index, start, stop))

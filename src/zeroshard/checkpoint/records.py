@@ -26,8 +26,6 @@ from zeroshard.checkpoint.elements import dtype_name, height, row_bytes
 
 # Bytes that move at once: what bounds memory while saving and loading (or one row, where a row is more).
 CHUNK = 16 << 20
-BLOCK = 4 << 20  # bytes that share a checksum: small enough that reading part of a span reads little more
-FILE_LIMIT = 4 << 30  # bytes of one rank file
 
 # Kinds whose absence is no error: they belong to one rank of one world size, or to one save.
 OPTIONAL_KINDS = ("rank", "private", "sync", "value", "own")

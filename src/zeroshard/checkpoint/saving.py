@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,23 +18,23 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint import claim, disk, shelf
+from zeroshard.checkpoint import claim, disk, sheets, shelf
 from zeroshard.checkpoint.agree import AgreedError, on_first, together
 from zeroshard.checkpoint.blocks import Lanes
-from zeroshard.checkpoint.elements import SIZE, as_bytes, height, row_bytes
+from zeroshard.checkpoint.elements import as_bytes, height, row_bytes
 from zeroshard.checkpoint.manifest import NAME, Entry, Head, Manifest, RankFile, Span, encode
 from zeroshard.checkpoint.ranges import (
     Described,
     Task,
     assign,
-    block_rows,
     check_description,
-    into_files,
     merge,
 )
-from zeroshard.checkpoint.records import BLOCK, CHUNK, FILE_LIMIT, Held, Peers, Saved, Snapshot, slot
-from zeroshard.checkpoint.staging import Staging
-from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
+from zeroshard.checkpoint.records import Held, Peers, Saved, Snapshot, slot
+from zeroshard.checkpoint.sheets import Sheet, chunks, sheets_of
+from zeroshard.checkpoint.staging import Image, Staging
+from zeroshard.checkpoint.tensorfile import TensorFileWriter
+from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.values import joined, pack
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.config import show_bytes
@@ -77,6 +77,7 @@ class Job:
         self.step = snapshot.values.get("step")
         self._ticket: claim.Claim | None = None
         self._division: Division | None = None
+        self._images: list[Image] | None = None
         self._unstorable: CheckpointError | None = None
         self.values: Any = {}
         self.own: Any = {}
@@ -94,12 +95,12 @@ class Job:
         self.held += [Held.of(name, "value", tensor) for name, tensor in shared.items()]
         self.held += [Held.of(name, f"own:{self.peers.rank}", tensor) for name, tensor in private.items()]
 
-    def stage(self, staging: Staging) -> None:
-        """Copy this rank's share, so that the originals may change before `run` is through."""
+    def stage(self, staging: Staging, copied: Callable[[], None]) -> None:
+        """Copy this rank's share, so that the originals may change before `run` is through; from the call of
+        `copied` on."""
         try:
-            plan = self._agree()
-            mine = plan.tasks[self.peers.rank]
-            together(self.peers, "copying", lambda: self._copy(staging, mine))
+            mine = self._agree().tasks[self.peers.rank]
+            together(self.peers, "copying", lambda: self._copy(staging, mine, copied))
         except AgreedError as error:
             raise self._reported(error) from error
 
@@ -138,7 +139,7 @@ class Job:
         if self._unstorable is not None:
             raise self._unstorable
         seen: set[tuple[str, str]] = set()
-        for held in self.held:
+        for held in gently(self.held):
             check_description(held.kind, held.name, held.shape, held.dtype)
             if slot(held.kind, held.name) in seen:
                 raise CheckpointError(f"{quoted(held.name)} ({held.kind}) is given twice.")
@@ -149,8 +150,9 @@ class Job:
             "parts": self.parts,
         }
 
-    def _copy(self, staging: Staging, tasks: Sequence[Task]) -> None:
-        self.held = staging.copy(self.held, tasks)
+    def _copy(self, staging: Staging, tasks: list[Task], copied: Callable[[], None]) -> None:
+        self._images = staging.copy(self.held, self._sheets(tasks))
+        copied()
 
     def _begin(self, tensors: Sequence[Described]) -> str:
         """Rank 0: take the path, and see that there is room before anyone writes."""
@@ -165,22 +167,19 @@ class Job:
             )
         return self._ticket.token
 
-    def _write(self, staging: Path, tasks: list[Task]) -> dict[str, Any]:
+    def _write(self, folder: Path, tasks: list[Task]) -> dict[str, Any]:
         """This rank's files. Returns what the manifest needs to know about them."""
-        self._await(staging)
-        # Larger elements first: then every tensor begins at a multiple of its element size.
-        tasks = sorted(tasks, key=lambda task: -SIZE[self.held[task.index].dtype])
-        widths = [held.row_bytes for held in self.held]
-        files, spans = [], []
-        with Lanes() as lanes:
-            for part, group in enumerate(into_files(tasks, widths, FILE_LIMIT)):
-                name = f"rank-{self.peers.rank:05d}-of-{self.peers.size:05d}" + (
-                    f"-{part:04d}" if part else ""
-                )
-                file, found = write_file(staging / f"{name}.safetensors", self.held, group, lanes)
-                spans += [[part, *span] for span in found]
-                files.append(file)
-        return {"files": files, "spans": spans}
+        self._await(folder)
+        if self._images is not None:
+            wrote = [image.write(folder) for image in self._images]
+        else:
+            with Lanes() as lanes:
+                wrote = [write_file(folder, self.held, sheet, lanes) for sheet in self._sheets(tasks)]
+        spans = [[part, *span] for part, (_, found) in enumerate(wrote) for span in found]
+        return {"files": [file for file, _ in wrote], "spans": spans}
+
+    def _sheets(self, tasks: list[Task]) -> list[Sheet]:
+        return sheets_of(self.held, tasks, self.peers.rank, self.peers.size)
 
     def _await(self, staging: Path) -> None:
         """See the folder that rank 0 made; network file systems may show it late."""
@@ -231,52 +230,26 @@ def save(path: str | os.PathLike[str], snapshot: Snapshot, peers: Peers, *, keep
 
 
 def write_file(
-    path: Path, held: Sequence[Held], tasks: Sequence[Task], lanes: Lanes
+    folder: Path, held: Sequence[Held], sheet: Sheet, lanes: Lanes
 ) -> tuple[list[Any], list[list[Any]]]:
     """Stream rows into one file: ``[name, bytes, header checksum]``, and ``[index, start, stop, offset,
     checksums]`` each."""
-    table = []
-    for task in tasks:
-        item = held[task.index]
-        shape = (task.stop - task.start, *item.shape[1:]) if item.shape else ()
-        table.append((f"{item.kind}:{item.name}[{task.start}:{task.stop}]", item.dtype, shape))
-    header, spots = header_of(table, {"format": "pt", "by": "zeroshard"})
-    writer = TensorFileWriter(path, header, lanes)
+    writer = TensorFileWriter(folder / sheet.name, sheet.header, lanes)
     try:
         spans = []
-        for task, spot in zip(tasks, spots, strict=True):
+        for task, spot in zip(sheet.tasks, sheet.spots, strict=True):
+            item, sums = held[task.index], bytearray()
             try:
-                sums = _stream(held[task.index], task, writer)
+                for rows, block in chunks(item, task):
+                    for found in writer.write_blocks(as_bytes(rows), block):
+                        sums += found.to_bytes(4, "big")
             except CheckpointError as error:
-                item = held[task.index]
                 raise CheckpointError(f"{error} It was at {quoted(item.name)} ({item.kind}).") from error
             spans.append([task.index, task.start, task.stop, spot.offset, sums.hex()])
         writer.close()
     finally:
         writer.abandon()
-    return [path.name, writer.written, writer.header_sum], spans
-
-
-def _stream(held: Held, task: Task, writer: TensorFileWriter) -> bytes:
-    """Write the rows of one task chunk by chunk; returns the checksums of its blocks."""
-    width = held.row_bytes
-    sums = bytearray()
-    if not width:
-        return bytes(sums)
-    block = block_rows(width, BLOCK)
-    step = block * max(1, CHUNK // (block * width))
-    for start in range(task.start, task.stop, step):
-        stop = min(start + step, task.stop)
-        data = as_bytes(held.read(start, stop))
-        if len(data) != (stop - start) * width:
-            raise CheckpointError(
-                f"{quoted(held.name)} ({held.kind}): reading rows {start} to {stop} gave {len(data)} bytes, "
-                "expected "
-                f"{(stop - start) * width}."
-            )
-        for found in writer.write_blocks(data, block * width):
-            sums += found.to_bytes(4, "big")
-    return bytes(sums)
+    return [sheet.name, writer.written, writer.header_sum], spans
 
 
 def assemble(tensors: Sequence[Described], wrote: Sequence[Any], values: Any, own: Sequence[Any]) -> Manifest:
@@ -286,17 +259,19 @@ def assemble(tensors: Sequence[Described], wrote: Sequence[Any], values: Any, ow
     for rank, answer in enumerate(wrote):
         first = len(files)
         files += [RankFile(*file) for file in answer["files"]]
-        for part, index, start, stop, offset, sums in answer["spans"]:
+        for part, index, start, stop, offset, sums in gently(answer["spans"]):
             spans.setdefault((rank, index), []).append(
                 Span(start, stop, first + part, offset, bytes.fromhex(sums))
             )
     entries = []
-    for tensor in tensors:
+    for tensor in gently(tensors):
         mine = [span for holder in tensor.holders for span in spans.get((holder.rank, holder.index), ())]
         ordered = tuple(sorted(mine, key=lambda span: span.start))
         entries.append(Entry(tensor.kind, tensor.name, tensor.shape, tensor.dtype, ordered))
     head = Head(0, 0.0, None)
-    return Manifest(head, len(wrote), BLOCK, versions(), tuple(files), tuple(entries), values, tuple(own))
+    return Manifest(
+        head, len(wrote), sheets.BLOCK, versions(), tuple(files), tuple(entries), values, tuple(own)
+    )
 
 
 def versions() -> dict[str, str]:

@@ -1,66 +1,85 @@
-"""Copies of what a rank will write, in host memory, so that training may change the originals while a thread
+"""A rank's files as they will be, in host memory, so that training may change the originals while a thread
 writes.
 
-The memory is kept between saves: fresh memory costs more in page faults than the copy itself.
+Copying and summing is one pass over memory, and disks fetch the files from there: copies into the page cache
+would slow the steps beside them down by more than all else together. The memory is kept between saves: fresh
+memory costs more in page faults than the copy itself.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.elements import DTYPE
-from zeroshard.checkpoint.ranges import Task
-from zeroshard.checkpoint.records import CHUNK, Held
+from zeroshard.checkpoint import disk
+from zeroshard.checkpoint.blocks import Lanes
+from zeroshard.checkpoint.bridge import Bridge
+from zeroshard.checkpoint.elements import byte_view
+from zeroshard.checkpoint.records import Held
+from zeroshard.checkpoint.sheets import Sheet, chunks
+from zeroshard.checkpoint.turns import gently
+from zeroshard.checkpoint.wording import os_error
+from zeroshard.native import allocate, copy_crc32
 
-Key = tuple[str, str, int, int]
+
+class Image:
+    """One file in host memory, in whole pages."""
+
+    def __init__(self, sheet: Sheet, memory: torch.Tensor) -> None:
+        self.sheet = sheet
+        self._view = byte_view(memory)
+        self._spans: list[list[Any]] = []
+
+    def fill(self, held: Sequence[Held], lanes: Lanes, bridge: Bridge) -> None:
+        """Copy the rows, and sum them on the way."""
+        self._view[: len(self.sheet.header)] = self.sheet.header
+        for task, spot in gently(zip(self.sheet.tasks, self.sheet.spots, strict=True)):
+            at, sums = spot.offset, bytearray()
+            for rows, block in chunks(held[task.index], task):
+                data = bridge.bytes_of(rows)
+                blocks = [(at + i, data[i : i + block]) for i in range(0, len(data), block)]
+                for found in lanes.map(self._put, blocks):
+                    sums += found.to_bytes(4, "big")
+                at += len(data)
+            self._spans.append([task.index, task.start, task.stop, spot.offset, sums.hex()])
+
+    def _put(self, block: tuple[int, memoryview]) -> int:
+        at, data = block
+        return copy_crc32(self._view[at : at + len(data)], data)
+
+    def write(self, folder: Path) -> tuple[list[Any], list[list[Any]]]:
+        """The file, on the device when it returns. Says what `saving.write_file` says."""
+        path, size = folder / self.sheet.name, self.sheet.bytes
+        try:
+            disk.write_pages(path, self._view, size)
+        except OSError as error:
+            raise os_error(error, "writing", path) from error
+        return [self.sheet.name, size, zlib.crc32(self.sheet.header)], self._spans
 
 
 class Staging:
-    """One copy of one rank's share. Copying again overwrites it, so the save before must be over."""
+    """Memory for one rank's files. Copying again overwrites it, so the save before must be over."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Key, torch.Tensor] = {}
+        self.bridge = Bridge()
+        self._memory: list[torch.Tensor] = []
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(memory.nbytes for memory in self._memory)
 
-    def copy(self, held: Sequence[Held], tasks: Sequence[Task]) -> list[Held]:
-        """Records that read from copies of the rows in `tasks`; rows of no task cannot be read from them."""
-        buffers: dict[Key, torch.Tensor] = {}
-        parts: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
-        for task in tasks:
-            item = held[task.index]
-            key = (item.kind, item.name, task.start, task.stop)
-            buffers[key] = self._filled(item, task, self._buffers.pop(key, None))
-            parts.setdefault(task.index, []).append((task.start, task.stop, buffers[key]))
-        self._buffers = buffers
-        return [
-            replace(item, read=_Copy(parts[index]).read) if index in parts else item
-            for index, item in enumerate(held)
-        ]
-
-    def _filled(self, item: Held, task: Task, buffer: torch.Tensor | None) -> torch.Tensor:
-        shape = (task.stop - task.start, *item.shape[1:]) if item.shape else ()
-        if buffer is None or buffer.shape != shape or buffer.dtype != DTYPE[item.dtype]:
-            buffer = torch.empty(shape, dtype=DTYPE[item.dtype])
-        step = max(1, CHUNK // item.row_bytes) if item.row_bytes else task.stop - task.start
-        for start in range(task.start, task.stop, step):
-            stop = min(start + step, task.stop)
-            place = buffer[start - task.start : stop - task.start] if item.shape else buffer
-            place.copy_(item.read(start, stop).detach().reshape(place.shape))
-        return buffer
-
-
-class _Copy:
-    def __init__(self, parts: list[tuple[int, int, torch.Tensor]]) -> None:
-        self.parts = parts
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        for first, last, buffer in self.parts:
-            if first <= start and stop <= last:
-                return buffer[start - first : stop - first] if buffer.dim() else buffer
-        raise AssertionError(f"rows {start} to {stop} were not copied")
+    def copy(self, held: Sequence[Held], sheets: Sequence[Sheet]) -> list[Image]:
+        """The files of `sheets`, filled; when it returns, the originals may change."""
+        sizes = [-(-sheet.bytes // disk.PAGE) * disk.PAGE for sheet in sheets]
+        if sizes != [memory.nbytes for memory in self._memory]:
+            self._memory.clear()
+            self._memory += [allocate(size, [torch.uint8])[0] for size in sizes]
+        images = [Image(sheet, memory) for sheet, memory in zip(sheets, self._memory, strict=True)]
+        with Lanes() as lanes, self.bridge.crossing():
+            for image in images:
+                image.fill(held, lanes, self.bridge)
+        return images

@@ -22,6 +22,7 @@ from zeroshard.checkpoint import disk
 from zeroshard.checkpoint.blocks import Lanes, read_into, write_at, write_block
 from zeroshard.checkpoint.elements import CODE, NAME_OF_CODE, SIZE
 from zeroshard.checkpoint.plainjson import parse
+from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.wording import os_error, quoted
 from zeroshard.errors import CheckpointError
 from zeroshard.native import crc32
@@ -52,7 +53,7 @@ def header_of(
     """The first bytes of a file with these (key, dtype, shape) in order, and where each tensor will lie."""
     table: dict[str, Any] = {"__metadata__": metadata}
     at = 0
-    for key, dtype, shape in tensors:
+    for key, dtype, shape in gently(tensors):
         if key in table:
             raise CheckpointError(
                 f"a safetensors file cannot hold a tensor named {quoted(key)} here: the name is taken."

@@ -49,9 +49,9 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor], copy: bool) 
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, tuple):
-        return {"$tuple": [_pack(item, f"{place}\0{i}", tensors, copy) for i, item in enumerate(value)]}
+        return {"$tuple": _pack_items(value, place, tensors, copy)}
     if isinstance(value, list):
-        return [_pack(item, f"{place}\0{i}", tensors, copy) for i, item in enumerate(value)]
+        return _pack_items(value, place, tensors, copy)
     if isinstance(value, Mapping):
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: _pack(item, f"{place}\0{key}", tensors, copy) for key, item in value.items()}
@@ -68,6 +68,13 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor], copy: bool) 
         "numbers, strings, bytes, None, lists, tuples, dicts and tensors. Convert it, or store its "
         "state_dict()."
     )
+
+
+def _pack_items(items: Sequence[Any], place: str, tensors: dict[str, torch.Tensor], copy: bool) -> list[Any]:
+    # States of random generators are thousands of integers, and training waits for them.
+    if set(map(type, items)) == {int} and min(items) > -(1 << 63) and max(items) < 1 << 63:
+        return [*items]
+    return [_pack(item, f"{place}\0{i}", tensors, copy) for i, item in enumerate(items)]
 
 
 def _plain(value: Any) -> int | float | str | None:

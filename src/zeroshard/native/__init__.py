@@ -1,16 +1,18 @@
 """Host kernels: one pass over memory for updates, sums, casts and checks of flat CPU tensors.
 
-Each runs on the calling thread and releases the GIL; `Workers` runs chunks side by side. They are compiled
-with the package; without a compiler torch computes the same bits and one line says so (`loader`, `fallback`).
+Each runs on the calling thread and releases the GIL; `Workers` runs chunks side by side, and a `Team` shares
+one update out among threads in C. They are compiled with the package; without a compiler torch computes the
+same bits and one line says so (`loader`, `fallback`).
 """
 
 from zeroshard.native.adam import AdamRows, AdamStep, adam_update
-from zeroshard.native.checksum import crc32
+from zeroshard.native.checksum import copy_crc32, crc32
 from zeroshard.native.master import Ties, join, split
 from zeroshard.native.moves import Moves
 from zeroshard.native.pages import allocate
 from zeroshard.native.sgd import SgdRows, SgdStep, sgd_update
 from zeroshard.native.sums import accumulate, cast, non_finite, square_sum, square_sums, sum_pieces
+from zeroshard.native.team import Team
 from zeroshard.native.workers import Workers, usable_cores
 
 __all__ = [
@@ -19,12 +21,14 @@ __all__ = [
     "Moves",
     "SgdRows",
     "SgdStep",
+    "Team",
     "Ties",
     "Workers",
     "accumulate",
     "adam_update",
     "allocate",
     "cast",
+    "copy_crc32",
     "crc32",
     "join",
     "non_finite",

@@ -75,6 +75,10 @@ class Checksum(ctypes.Structure):
     _fields_ = _fields("i64: count; ptr: source; u32: sum; i32: done", _TYPES)
 
 
+class CopySum(ctypes.Structure):
+    _fields_ = _fields("i64: count; ptr: to source; u32: sum; i32: done", _TYPES)
+
+
 class Blocks(ctypes.Structure):
     _fields_ = _fields(
         "i64: count first; ptr: values residual scales packed;"
@@ -91,6 +95,10 @@ class Touched(ctypes.Structure):
     _fields_ = _fields("i64: count width; ptr: words found; u32: mask", _TYPES)
 
 
+class Errand(ctypes.Structure):
+    _fields_ = _fields("ptr: team record; i64: share; i32: kernel", _TYPES)
+
+
 RECORDS: dict[str, type[ctypes.Structure]] = {
     "adam": Adam,
     "adam_back": Adam,
@@ -105,6 +113,7 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "join": Halves,
     "move": Moves,
     "checksum": Checksum,
+    "copy_sum": CopySum,
     "encode_blocks": Blocks,
     "decode_blocks": Blocks,
     "largest": Largest,

@@ -15,8 +15,7 @@ import torch
 from zeroshard.errors import OptionError
 from zeroshard.native import abi, checks, fallback, loader, moments8, pages
 from zeroshard.native.master import Ties, check_master, weight_kind
-
-Kernel = Callable[[Any], None]
+from zeroshard.native.team import Team
 
 
 def to_f32(value: float) -> float:
@@ -161,14 +160,15 @@ def adam_update(
     start: int = 0,
     stop: int | None = None,
     ties: Ties = "even",
+    team: Team | None = None,
 ) -> None:
     """Update rows start..stop of `state` with `grad`, and write the new master, rounded, to `weight`.
 
     `grad` (bf16, fp16 or fp32) and `weight` (the same, or None) hold those rows and no others, so they may be
     slots of a staging ring. With a split master `weight` is read as well: it is the master's other half.
     `weight` may be the memory of `grad`. `ties` is the rounding of a plain master to a bf16 weight.
-    Single-threaded; different rows may be updated from different threads at once, and the result does not
-    depend on how they are cut.
+    On this thread, or on all of a `team`; different rows may be updated from different threads at once, and
+    the result does not depend on how they are cut.
 
     `taken`: a step with the same gradient that is taken back first ([Note: taking back] in adam.h); with
     `step` None that is all. Moments that are 8-bit, and AMSGrad's maximum, cannot be taken back."""
@@ -188,15 +188,19 @@ def adam_update(
         fallback.adam(state, grad, weight, now, kind, before)
         return
     record = partial(_record, state, grad, weight, kind)
-    call(kernels.adam, kernels.adam_back, record, now, before)
+    call("adam", record, now, before, team)
 
 
-def call(update: Kernel, back: Kernel, record: Callable[[Any], Any], now: Any, before: Any) -> None:
+def call(name: str, record: Callable[[Any], Any], now: Any, before: Any, team: Team | None) -> None:
     """Run a kernel on the record of the numbers `now`, with that of `before`, which are taken back first."""
     taken: Any = None if before is None else record(before)
     made: Any = taken if now is None else record(now)
     made.taken = None if taken is None else ctypes.addressof(taken)
-    (back if now is None else update)(ctypes.byref(made))
+    kernel = f"{name}_back" if now is None else name
+    if team is not None:
+        team.run(kernel, made)
+    else:
+        getattr(loader.kernels(), kernel)(ctypes.byref(made))
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

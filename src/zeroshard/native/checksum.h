@@ -15,6 +15,14 @@ struct checksum {
     int32_t done;  /* 0 where the machine has no carry-less multiplication: nothing was computed */
 };
 
+struct copy_sum {
+    int64_t count;
+    uint8_t *to;
+    const uint8_t *source;
+    uint32_t sum;  /* in: of what came before; out: with this */
+    int32_t done;  /* 0 where the machine cannot: nothing was copied */
+};
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
@@ -65,11 +73,50 @@ static uint32_t crc_folded(uint32_t sum, const uint8_t *at, int64_t count) {
     return crc_bytes(sum, at, count);
 }
 
-static void checksum_body(struct checksum *c) {
+/* The same over what is copied to `to`, which begins with a cache line. Stores go past the caches: nobody reads
+ * the copy soon, the lines need not be fetched first, and whoever computes beside this keeps its own. */
+__attribute__((target("pclmul,sse4.1")))
+static uint32_t crc_copied(uint32_t sum, uint8_t *to, const uint8_t *at, int64_t count) {
+    if (count >= 64) {
+        const __m128i far = ON_512, near = ON_128;
+        __m128i lane[4], seen[4];
+        for (int i = 0; i < 4; i++) lane[i] = LOAD(at + 16 * i), _mm_stream_si128((__m128i *)to + i, lane[i]);
+        lane[0] = _mm_xor_si128(lane[0], _mm_cvtsi32_si128((int)sum));
+        for (at += 64, to += 64, count -= 64; count >= 64; at += 64, to += 64, count -= 64) {
+            _mm_prefetch((const char *)at + 1024, _MM_HINT_NTA);
+            for (int i = 0; i < 4; i++) seen[i] = LOAD(at + 16 * i);
+            for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)to + i, seen[i]);
+            for (int i = 0; i < 4; i++) lane[i] = _mm_xor_si128(MOVE(lane[i], far), seen[i]);
+        }
+        for (int i = 1; i < 4; i++) lane[i] = _mm_xor_si128(MOVE(lane[i - 1], near), lane[i]);
+        _mm_sfence();
+        uint8_t rest[16];
+        _mm_storeu_si128((__m128i *)rest, lane[3]);
+        sum = crc_bytes(0, rest, 16);
+    }
+    memcpy(to, at, count);
+    return crc_bytes(sum, at, count);
+}
+
+static int folds(void) {
     __builtin_cpu_init();
-    c->done = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+}
+
+static void checksum_body(struct checksum *c) {
+    c->done = folds();
     if (c->done) c->sum = ~crc_folded(~c->sum, c->source, c->count);
+}
+
+static void copy_sum_body(struct copy_sum *c) {
+    c->done = folds();
+    if (!c->done) return;
+    const int64_t before = -(intptr_t)c->to & 63, head = before < c->count ? before : c->count;
+    memcpy(c->to, c->source, head);
+    const uint32_t sum = crc_bytes(~c->sum, c->source, head);
+    c->sum = ~crc_copied(sum, c->to + head, c->source + head, c->count - head);
 }
 #else
 static void checksum_body(struct checksum *c) { c->done = 0; }
+static void copy_sum_body(struct copy_sum *c) { c->done = 0; }
 #endif

@@ -24,6 +24,24 @@ def crc32(data: memoryview, sum: int = 0) -> int:
     return int(record.sum) if record.done else zlib.crc32(data, sum)
 
 
+def copy_crc32(to: memoryview, data: memoryview) -> int:
+    """Copy `data` to `to`, as long, and return its CRC-32: one pass over memory, past the caches, where the
+    kernels are built. Releases the GIL."""
+    kernels = loader.kernels()
+    call = kernels.copy_sum if kernels is not None else None
+    if len(data) < _SMALL or data.readonly:
+        to[:] = data
+        return zlib.crc32(data)
+    target, source = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (to, data))
+    record = abi.CopySum(len(data), target, source, 0, 0)
+    if call is not None:
+        call(ctypes.byref(record))
+    if record.done:
+        return int(record.sum)
+    ctypes.memmove(target, source, len(data))
+    return zlib.crc32(data)
+
+
 def _kernel() -> Callable[[Any], None] | None:
     kernels = loader.kernels()
     return kernels.checksum if kernels is not None else None

@@ -1,5 +1,5 @@
 /* The exported kernels. Each takes one record (see abi.py), runs on the calling thread, and touches no
- * Python.
+ * Python. A team (team.h) runs those of updates on threads of its own.
  *
  * Every kernel is an always-inlined body, compiled once per instruction set and chosen when first called, so
  * one binary serves every x86-64; on other machines the compiler vectorises for the target it was given.
@@ -72,8 +72,13 @@ static int best_level(void) { return BASE; }
 
 KERNELS(DEFINE)
 
-/* Chooses its instructions by itself. */
+#if !defined(_MSC_VER)
+#include "team.h"
+#endif
+
+/* These choose their instructions by themselves. */
 EXPORT void zs_checksum(struct checksum *c) { checksum_body(c); }
+EXPORT void zs_copy_sum(struct copy_sum *c) { copy_sum_body(c); }
 
 /* Restricts the instruction set, for tests; a level beyond the machine's is cut to it. Returns the level in
  * force. */

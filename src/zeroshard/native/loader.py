@@ -18,6 +18,16 @@ LEVELS = ("baseline", "avx2", "avx512")
 _log = logging.getLogger("zeroshard")
 
 
+class TeamCalls:
+    """Threads of the library's own; see `team`. Not where there are no POSIX threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.open, self.run, self.close = library.zs_team_open, library.zs_team, library.zs_team_close
+        self.open.argtypes, self.open.restype = [ctypes.c_int32], ctypes.c_void_p
+        self.run.argtypes, self.run.restype = [ctypes.POINTER(abi.Errand)], None
+        self.close.argtypes, self.close.restype = [ctypes.c_void_p], None
+
+
 class Kernels:
     """The functions of the library, each taking one record of `abi`. Calls release the GIL."""
 
@@ -40,9 +50,14 @@ class Kernels:
         self.decode_blocks = self._function(library, "decode_blocks")
         self.largest = self._function(library, "largest")
         self.touched = self._function(library, "touched")
-        # A library from before it existed is as good for all else, and zlib takes its place.
-        known = hasattr(library, "zs_checksum")
-        self.checksum = self._function(library, "checksum") if known else None
+        self.team = TeamCalls(library) if hasattr(library, "zs_team") else None
+        # A library from before these existed is as good for all else, and zlib takes their place.
+        self.checksum = self._newer(library, "checksum")
+        self.copy_sum = self._newer(library, "copy_sum")
+
+    @classmethod
+    def _newer(cls, library: ctypes.CDLL, name: str) -> Callable[[Any], None] | None:
+        return cls._function(library, name) if hasattr(library, f"zs_{name}") else None
 
     @staticmethod
     def _function(library: ctypes.CDLL, name: str) -> Callable[[Any], None]:

@@ -13,6 +13,7 @@ from zeroshard.errors import OptionError
 from zeroshard.native import abi, checks, fallback, loader
 from zeroshard.native.adam import address, call, to_f32
 from zeroshard.native.master import Ties, check_master, weight_kind
+from zeroshard.native.team import Team
 
 
 class SgdNumbers(NamedTuple):
@@ -98,6 +99,7 @@ def sgd_update(
     start: int = 0,
     stop: int | None = None,
     ties: Ties = "even",
+    team: Team | None = None,
 ) -> None:
     """Update rows start..stop of `state` with `grad`, and write the new master, rounded, to `weight`;
     arguments as in `adam_update`."""
@@ -118,7 +120,7 @@ def sgd_update(
         fallback.sgd(state, grad, weight, now, kind, before)
         return
     record = partial(_record, state, grad, weight, kind)
-    call(kernels.sgd, kernels.sgd_back, record, now, before)
+    call("sgd", record, now, before, team)
 
 
 def _record(

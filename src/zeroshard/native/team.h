@@ -1,0 +1,146 @@
+/* Threads that share an update out among themselves, so that Python hands over a whole part and not each
+ * share of it: a share costs a lock here, and about 100 microseconds of the interpreter there, which the
+ * thread that launches kernels has to wait for. Included where the kernels are defined. */
+#ifndef ZEROSHARD_TEAM_H
+#define ZEROSHARD_TEAM_H
+
+#include <pthread.h>
+#include <stdlib.h>
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
+
+enum { TEAM_ADAM = 0, TEAM_ADAM_BACK = 1, TEAM_SGD = 2, TEAM_SGD_BACK = 3 };
+
+struct work {             /* one update; lives on the stack of the thread that waits for it */
+    const void *record;
+    int32_t kernel;
+    int64_t count, share; /* elements, and how many are taken at a time */
+    int64_t next, left;   /* the first that nobody has taken; how many are not done */
+    struct work *after;
+};
+
+struct team {
+    pthread_mutex_t lock;
+    pthread_cond_t come, done;
+    struct work *first;   /* of those with elements that nobody has taken, oldest first */
+    int closing;
+    int32_t size;
+    pthread_t threads[];
+};
+
+struct errand {           /* team: what Python asks for */
+    struct team *team;
+    const void *record;
+    int64_t share;
+    int32_t kernel;
+};
+
+/* The pointer `elements` further on, for elements of `bytes`; nothing stays nothing. */
+static void *further(const void *pointer, int64_t elements, int64_t bytes) {
+    return pointer ? (char *)pointer + elements * bytes : 0;
+}
+
+static int64_t bytes_of(int32_t kind) { return kind == F32 ? 4 : kind == F64 ? 8 : 2; }
+
+/* A share of 8-bit moments begins with a block. `taken` is read for its numbers alone, which are those of
+ * all shares. */
+static void adam_share(const struct adam *whole, int64_t start, int64_t count, int back) {
+    const int64_t moment = whole->scales ? 1 : 4;
+    struct adam a = *whole;
+    a.count = count;
+    a.master = further(a.master, start, 4);
+    a.remainder = further(a.remainder, start, 2);
+    a.exp_avg = further(a.exp_avg, start, moment);
+    a.exp_avg_sq = further(a.exp_avg_sq, start, moment);
+    a.peak = further(a.peak, start, 4);
+    a.scales = further(a.scales, start / BLOCK * 3, 4);
+    a.grad = further(a.grad, start, bytes_of(a.grad_kind));
+    a.weight = further(a.weight, start, bytes_of(a.weight_kind));
+    if (back) zs_adam_back(&a);
+    else zs_adam(&a);
+}
+
+static void sgd_share(const struct sgd *whole, int64_t start, int64_t count, int back) {
+    struct sgd a = *whole;
+    a.count = count;
+    a.master = further(a.master, start, 4);
+    a.remainder = further(a.remainder, start, 2);
+    a.momentum = further(a.momentum, start, 4);
+    a.grad = further(a.grad, start, bytes_of(a.grad_kind));
+    a.weight = further(a.weight, start, bytes_of(a.weight_kind));
+    if (back) zs_sgd_back(&a);
+    else zs_sgd(&a);
+}
+
+static void *team_member(void *given) {
+    struct team *team = given;
+#if defined(__linux__)
+    prctl(PR_SET_NAME, "zeroshard-team"); /* for those who look at threads from outside */
+#endif
+    pthread_mutex_lock(&team->lock);
+    for (;;) {
+        while (!team->first && !team->closing) pthread_cond_wait(&team->come, &team->lock);
+        struct work *work = team->first;
+        if (!work) break;
+        const int64_t start = work->next, rest = work->count - start;
+        const int64_t count = rest < work->share ? rest : work->share;
+        work->next += count;
+        if (work->next == work->count) team->first = work->after;
+        pthread_mutex_unlock(&team->lock);
+        if (work->kernel < TEAM_SGD) adam_share(work->record, start, count, work->kernel == TEAM_ADAM_BACK);
+        else sgd_share(work->record, start, count, work->kernel == TEAM_SGD_BACK);
+        pthread_mutex_lock(&team->lock);
+        work->left -= count;
+        if (!work->left) pthread_cond_broadcast(&team->done);
+    }
+    pthread_mutex_unlock(&team->lock);
+    return 0;
+}
+
+/* Ends the members that there are, after what they have begun. Nobody may wait for the team any more. */
+static void team_end(struct team *team) {
+    pthread_mutex_lock(&team->lock);
+    team->closing = 1;
+    pthread_cond_broadcast(&team->come);
+    pthread_mutex_unlock(&team->lock);
+    for (int32_t i = 0; i < team->size; i++) pthread_join(team->threads[i], 0);
+    pthread_cond_destroy(&team->come);
+    pthread_cond_destroy(&team->done);
+    pthread_mutex_destroy(&team->lock);
+    free(team);
+}
+
+/* NULL where the system gives no such many threads. */
+EXPORT void *zs_team_open(int32_t size) {
+    struct team *team = calloc(1, sizeof *team + (size_t)size * sizeof(pthread_t));
+    if (!team) return 0;
+    pthread_mutex_init(&team->lock, 0);
+    pthread_cond_init(&team->come, 0);
+    pthread_cond_init(&team->done, 0);
+    for (; team->size < size; team->size++)
+        if (pthread_create(&team->threads[team->size], 0, team_member, team)) {
+            team_end(team);
+            return 0;
+        }
+    return team;
+}
+
+EXPORT void zs_team_close(void *team) { team_end(team); }
+
+/* Returns when the update is done. Several threads may ask at once; the first to ask is served first. */
+EXPORT void zs_team(struct errand *errand) {
+    struct team *team = errand->team;
+    struct work work = {errand->record, errand->kernel, 0, errand->share, 0, 0, 0};
+    work.count = work.left = *(const int64_t *)errand->record; /* the count is every record's first field */
+    if (work.count <= 0) return;
+    pthread_mutex_lock(&team->lock);
+    struct work **last = &team->first;
+    while (*last) last = &(*last)->after;
+    *last = &work;
+    pthread_cond_broadcast(&team->come);
+    while (work.left) pthread_cond_wait(&team->done, &team->lock);
+    pthread_mutex_unlock(&team->lock);
+}
+
+#endif

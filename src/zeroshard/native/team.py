@@ -1,0 +1,66 @@
+"""A team of native threads for updates on the host. Python hands over a part and sleeps; the team shares it
+out in C, where a share costs next to nothing and needs no interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+from zeroshard.errors import OptionError, StateError
+from zeroshard.native import abi, loader
+
+_KERNELS = {"adam": 0, "adam_back": 1, "sgd": 2, "sgd_back": 3}  # as in team.h
+_PAGE, _LEAST, _TURNS = 4096, 1 << 15, 4
+
+
+class Team:
+    """`threads` native threads. Several callers may be served at once."""
+
+    def __init__(self, threads: int, calls: loader.TeamCalls, handle: int) -> None:
+        self._threads, self._calls = threads, calls
+        self._handle: int | None = handle
+        self._lock, self._asking = threading.Condition(), 0
+
+    @classmethod
+    def open(cls, threads: int) -> Team | None:
+        """A team; none where the kernels were not compiled or the system refused the threads."""
+        if threads < 1:
+            raise OptionError(f"Team: threads={threads}; at least one is needed")
+        kernels = loader.kernels()
+        calls = kernels.team if kernels is not None else None
+        handle = calls.open(threads) if calls is not None else None
+        return None if calls is None or handle is None else cls(threads, calls, handle)
+
+    def __len__(self) -> int:
+        return self._threads
+
+    def share_of(self, numel: int) -> int:
+        """Elements that a thread takes at a time: whole pages, which are whole blocks of 8-bit moments, and
+        so few that a thread whose core was busy elsewhere holds up no other."""
+        return max(_LEAST, -(-numel // (self._threads * _TURNS * _PAGE)) * _PAGE)
+
+    def run(self, kernel: str, record: ctypes.Structure) -> None:
+        """Run a kernel over its record, all threads together; returns when it is done."""
+        with self._lock:
+            if self._handle is None:
+                raise StateError("Team: run after close; open a new one")
+            self._asking += 1
+        try:
+            count: int = record.count
+            errand = abi.Errand(
+                self._handle, ctypes.addressof(record), self.share_of(count), _KERNELS[kernel]
+            )
+            self._calls.run(ctypes.byref(errand))
+        finally:
+            with self._lock:
+                self._asking -= 1
+                self._lock.notify_all()
+
+    def close(self) -> None:
+        """End the threads, after what was asked of them."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            while self._asking:
+                self._lock.wait()
+        if handle is not None:
+            self._calls.close(handle)
