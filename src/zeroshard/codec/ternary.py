@@ -29,8 +29,8 @@ class Ternary(Blocked):
     """Minus, nothing or plus twice the mean magnitude of the `block`, and its `large` largest values as
     multiples of that: 16.5 × fewer bytes than fp32. Numerics: approximate.
 
-    A gradient has few large values, and those must not wait, as they do where `TwoBit` cuts them off. Needs no
-    warm-up. `block`: at most 256. `feedback`: what was not sent is kept and sent later (4 bytes a parameter
+    A gradient has few large values, and those must not wait, as they do where `TwoBit` cuts them off. No
+    warm-up is needed. `block`: at most 256. `feedback`: what was not sent is kept and sent later (4 bytes a parameter
     of state); on unless you say otherwise.
 
     >>> Ternary(large=1).round_trip(torch.tensor([1.0, -1.0, 0.5, 8.0, -3.0, 2.5, 0.0, 0.0]))
