@@ -6,7 +6,7 @@ import pytest
 import torch
 from comm_ranks import threads
 
-from zeroshard.comm import Transport, gloo
+from zeroshard.comm import Transport, gloo, passage
 from zeroshard.comm.sums import _sum_by_chunks, sum_pieces
 
 pytestmark = pytest.mark.threads
@@ -103,12 +103,12 @@ def test_reduce_over_nodes_adds_node_by_node(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("kind", "size"), [*SIZES, ("nodes", 4)])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "alone"), [(torch.bfloat16, gloo._ALONE), (torch.bfloat16, 8), (torch.float32, 8)]
+    ("dtype", "alone"), [(torch.bfloat16, passage._ALONE), (torch.bfloat16, 8), (torch.float32, 8)]
 )
 def test_gather_brings_every_segment(
     kind: str, size: int, own: bool, dtype: torch.dtype, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gloo, "_ALONE", alone)  # segments of so many bytes travel by themselves
+    monkeypatch.setattr(passage, "_ALONE", alone)  # segments of so many bytes travel by themselves
     # Rank r has 3 * r + 2 elements in up to three segments with gaps; the last rank of several has none.
     cuts = [[(0, 2)], [(1, 2), (4, 0), (3, 1)], [(2, 6), (0, 2)], []][:size]
 
@@ -132,6 +132,32 @@ def test_gather_brings_every_segment(
             rows = torch.arange(3.0 * other + 2) + 100 * other
             expected = [rows[at : at + numel].view(1, -1).to(dtype) for at, numel in segments]
             assert all(torch.equal(got, want) for got, want in zip(out[other], expected, strict=True))
+
+
+def test_gathers_into_the_same_tensors_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer rows come by the same way, into any of more tensors than ways are kept for."""
+    made = []
+    monkeypatch.setattr(gloo, "Passage", lambda *given: made.append(given[0]) or passage.Passage(*given))
+    cuts, most = [[(0, 3), (4, 2)], [(1, 3), (5, 1)]], gloo._PASSAGES
+
+    def body(transport: Transport) -> list[torch.Tensor]:
+        source = transport.allocate("rows", 6, torch.float32)
+        places = [[[torch.zeros(n) for _, n in segments] for segments in cuts] for _ in range(most + 1)]
+        seen = []
+        for turn in range(3 * most + 1):
+            transport.fence()
+            source.mine.copy_(torch.arange(6.0) + 100 * turn + 10 * transport.rank)
+            transport.open()
+            out = places[turn % most if turn < 3 * most else most]
+            transport.gather("parameters", "rows", source, cuts, out).wait()
+            seen.append(torch.cat([part for rank in out for part in rank]))
+        transport.fence()
+        return seen
+
+    for seen in threads("gloo", 2, body):
+        rows = torch.tensor([0.0, 1, 2, 4, 5, 11, 12, 13, 15])
+        assert all(torch.equal(got, rows + 100 * turn) for turn, got in enumerate(seen))
+    assert len(made) == 2 * (most + 1)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("shm", 3), ("gloo", 3), ("nodes", 4)])

@@ -194,6 +194,19 @@ def test_moves(compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     assert torch.equal(other[1], (10 * wide[1]).to(dtype)), "another dtype is converted"
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_moves_of_parts_and_past_the_caches(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(loader, "kernels", lambda: None)
+    wire, grad = torch.zeros(100_001), torch.randn(100_000, generator=torch.manual_seed(0))
+    to = [wire[3:90_000], wire[90_001:90_005]]
+    moves = Moves(to, to, shifts=[40, 8], past=True)
+    moves.run(to, [grad, grad], "source")
+    assert torch.equal(to[0], grad[10 : 10 + 89_997])
+    assert torch.equal(to[1], grad[2:6])
+    assert wire[:3].count_nonzero() == wire[90_000] == wire[90_005:].count_nonzero() == 0
+
+
 def test_moves_leave_sources_on_another_device_to_torch() -> None:
     to = [torch.zeros(4)]
     moves = Moves(to, to, torch.device("meta"))

@@ -132,9 +132,9 @@ def _squared(output: Any) -> Tensor:
     return loss
 
 
-def asked(**figures: Any) -> Any:
+def asked(layers: int = 3, **figures: Any) -> Any:
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
     h200 = machine("H200", **figures)
     return inquire(model, ranks=1, limit="1GiB", batch=torch.zeros(8, 64), machine=h200).question
 
@@ -182,12 +182,21 @@ def test_small_models_take_as_long_as_python_takes() -> None:
 
 
 def test_forward_waits_for_the_gradient_that_lands_last() -> None:
-    """Its way to the host, its update and its way back are seen, where it is updated there."""
+    """Its way to the host, the updates before it, its own and its way back are seen, where it is updated
+    there."""
     question = asked(host_rate=1e9, pcie=1e9, launch=0.0, hand=0.0, full=1e8)
     made = price(question, zs.config.Options(offload=zs.Offload(), clip_norm=1.0))
     first = 64 * 64 + 64
-    assert made.step == pytest.approx(made.seconds["compute"] + first * (32 + 2 * 4) / 1e9)
+    waited = first * (32 + 2 * 4) + 2 * first * 32  # both other parts are in the host's hands
+    assert made.step == pytest.approx(made.seconds["compute"] + waited / 1e9)
     assert made.step > made.seconds["host update"]
+    # Now all wait for the host, and the host for the root.
+    slow = asked(12, host_rate=1e6, launch=0.0, hand=0.0, gap=0.0)
+    made = price(slow, zs.config.Options(offload=zs.Offload(), clip_norm=1.0))
+    moved = sum(s.moved + s.moved_back for s in slow.segments(slow.way(0)) if not s.unit)
+    assert moved > 0
+    root = moved / slow.machine.memory_rate
+    assert made.step == pytest.approx(made.seconds["host update"] + root, rel=1e-12)
 
 
 def test_an_update_on_the_host_takes_its_memory() -> None:

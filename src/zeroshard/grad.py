@@ -56,9 +56,12 @@ class Gradients:
 
     def _send(self, bucket: Bucket) -> None:
         self._keep_aside(bucket)
+        self._progress()
+        for other, _ in self._flying:
+            other.let_go()
         while any(b.wire is bucket.wire for b, _ in self._flying):
             self._land_oldest()  # the ring is full: this wire still carries an earlier bucket
-        bucket.fill()
+        bucket.fill(hold=True)
         self._flying.append((bucket, bucket.reduce()))
         self._next += 1
 

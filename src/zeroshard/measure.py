@@ -190,18 +190,19 @@ def _fused_rate(device: torch.device, numel: int = 2**20, count: int = 64) -> fl
     return 28 * numel * count / _lasting(optimizer.step, device, 20)
 
 
-def _update_rate(numel: int) -> float:
-    """Bytes a second that the host's Adam touches, all threads together: 28 a parameter in bf16."""
+def _update_rate(numel: int, threads: int, repeats: int) -> float:
+    """Bytes a second that the host's Adam touches, all threads together: 28 a parameter in bf16. The mean,
+    since updates last as long as a step does."""
     rows = AdamRows.zeros(numel)
     grad, weight = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
-    step, team = AdamStep(lr=1e-3, step=1), Team.open(len(usable_cores()))
+    step, team = AdamStep(lr=1e-3, step=1), Team.open(threads)
     try:
 
         def once() -> None:
             adam_update(rows, grad, weight, step, team=team)
 
         once()
-        return 28 * numel / _seconds(once, torch.device("cpu"))
+        return 28 * numel * repeats / sum(_timed(once, torch.device("cpu"), repeats))
     finally:
         if team is not None:
             team.close()
@@ -333,7 +334,7 @@ def _measured_cpu() -> Machine:
         pcie=copies / 2,
         link=copies / 2,
         network=copies / 2,
-        host_rate=_update_rate(2**20),
+        host_rate=_update_rate(2**20, len(usable_cores()), 5),
         node=max(len(usable_cores()), 1),
         cores=1,
         gap=gap,
@@ -366,7 +367,7 @@ def _measured_gpu(device: torch.device) -> Machine:
         pcie=pcie,
         link=_peer_rate(device) or pcie,
         update_rate=_fused_rate(device),
-        host_rate=_update_rate(2**26),
+        host_rate=_update_rate(2**27, max(cores * count - 2, 1), 30),
         node=count,
         cores=cores,
         gap=gap,

@@ -17,6 +17,7 @@ from .timeline import Segment
 # Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
 # in forward and in backward. And as sending a part's gradient to the host and fetching its weights takes.
 HOOKED, RECOMPUTED, SENT = (5, 12), (24, 51), 20
+IN_HAND = 4  # parts that the host has taken up, as in `host`: updated or on their way to it
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
 # on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
 SLOWER: dict[bool, dict[str, tuple[float, float]]] = {
@@ -59,10 +60,13 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     if away:
         update = (touched["host"] + touched["disk"]) * each / machine.host_rate
         parts["host update"] = update
-        native = bool(setup.parts) and all(part.native for part in setup.parts)
-        beside, last = (beside | {"host update": update}, last) if native else (beside, last + update)
-        if native:
+        if setup.parts and all(part.native for part in setup.parts):
+            # Between its last update and the next gradient the host waits for the root.
+            root = sum(_compute(setup, [s for s in segments if not s.unit], machine))
+            beside["host update"] = update + root
             beside["compute"] += _awaited(setup, update / away, width / machine.pcie)
+        else:
+            last += update
     if held["disk"]:
         parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
     if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
@@ -113,13 +117,15 @@ def _launched(setup: Setup, segments: Sequence[Segment], machine: Machine) -> tu
 
 
 def _awaited(setup: Setup, update: float, copy: float) -> float:
-    """The round trip of the gradient that lands last, seconds an element: out, updated, and back. The next
-    forward begins with that weight."""
+    """The round trip of the gradient that lands last, seconds an element: out, updated after those that are
+    on their way already, and back. The next forward begins with that weight."""
     first = min((part for part in setup.parts), key=lambda part: min(w.number for w in part.weights))
     number = min((w.number for unit in setup.units for w in unit.weights if w.trainable), default=0)
     if all(w.number != number for w in first.weights):
         return 0.0  # it is updated on the device
-    return first.numel * (update + 2 * copy)
+    others = sorted(part.numel for part in setup.parts if part is not first)
+    ahead = min(len(others), IN_HAND) * others[len(others) // 2] if others else 0
+    return first.numel * (update + 2 * copy) + ahead * update
 
 
 def _coding(setup: Setup, machine: Machine) -> float:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .memory import Setup
-from .shapes import WIDTHS, Weight
+from .shapes import WIDTHS, Bucket, Weight
+from .wires import HELD_BYTES
 
 # On the device, in the order in which a table shows them.
 KINDS = (
@@ -129,14 +130,14 @@ def _unsynced(setup: Setup) -> int:
 
 
 class _Arrivals:
-    """Gradients on their way: `now` bytes wait on leaves for their bucket to fill and to have its turn; on
-    one rank `landed` bytes have become gradients of homes, or are flat ones for the host. `unsynced`: all
-    leaves hold one from the beginning, to which the new ones are added."""
+    """Gradients on their way: `now` bytes wait on leaves for their bucket to fill and to have its turn, or
+    are held behind it; on one rank `landed` bytes have become gradients of homes, or are flat ones for the
+    host. `unsynced`: all leaves hold one from the beginning, to which the new ones are added."""
 
     def __init__(self, setup: Setup, unsynced: bool) -> None:
         self.setup, self.now, self._due = setup, _unsynced(setup) if unsynced else 0, 0
         self._added = not unsynced
-        self._shown = self._flat = 0
+        self._shown = self._flat = self._held = 0
         self._bucket_of = setup.bucket_of
         self._missing = [len(bucket.weights) for bucket in setup.buckets]
         self._waiting = [0] * len(self._missing)
@@ -159,13 +160,27 @@ class _Arrivals:
         self._waiting[number] += size
         self._missing[number] -= 1
         while setup.reduces and self._due < len(self._missing) and self._missing[self._due] == 0:
-            self.now, self._due = self.now - self._waiting[self._due], self._due + 1
+            leaves, holds = self._waiting[self._due], _holds(setup, setup.buckets[self._due])
+            self.now -= leaves + self._held
+            self._held = leaves if holds else 0
+            self.now, self._due = self.now + self._held, self._due + 1
         if not setup.reduces and self._missing[number] == 0:
             flat = bucket.full * WIDTHS[bucket.landed]
             most = self.now, self.landed + flat
             self.now -= self._waiting[number]
             self._flat = _kept(setup, self._flat, flat)
         return most
+
+
+def _holds(setup: Setup, bucket: Bucket) -> bool:
+    """Whether gradients of a bucket that has left may stay until the next one does; see `bucket.held`."""
+    if setup.staged or setup.behind or bucket.codec is not None:
+        return False
+    width = WIDTHS[bucket.wire]
+    return any(
+        slot.most * width >= HELD_BYTES and setup.dtypes(weight)[0] == bucket.wire
+        for weight, slot in zip(bucket.weights, bucket.slots, strict=True)
+    )
 
 
 def _arrivals(

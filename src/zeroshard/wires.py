@@ -11,6 +11,8 @@ from .shapes import WIDTHS, Bucket, Buffers
 
 # Dtypes of wire and gradient, and the codec between.
 Sort = tuple[str, str, Compression | None]
+# Own rows of at least so many bytes stay in their gradients until they are added; see `bucket.held`.
+HELD_BYTES = 1 << 15
 RING = 3  # wires in flight from stage 2 on, as in `wiring`
 
 

@@ -100,7 +100,7 @@ class CodedBucket(Bucket):
         return self._routes[self.codec.at(self.desk.turn)]
 
     @torch.no_grad()
-    def fill(self) -> None:
+    def fill(self, hold: bool = False) -> None:
         """Copy the gradients of the leaves to the desk, let them go, and encode every piece."""
         super().fill()
         if self._holes:

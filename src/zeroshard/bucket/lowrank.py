@@ -98,7 +98,7 @@ class LowRankBucket(Bucket):
         self._qs = slices(self._q.flat, [q for _, q in sizes])
 
     @torch.no_grad()
-    def fill(self) -> None:
+    def fill(self, hold: bool = False) -> None:
         grads = []
         for param in self.params:
             grads.append(param.leaf.grad)

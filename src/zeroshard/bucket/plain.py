@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from ..native import Moves
 from ..pool import Ledger
 from ..private import Private
 from ..shard import Faces, Param
+from .held import HeldRows
 
 # Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
 # `host`.
@@ -83,6 +86,8 @@ class Bucket:
         self.flat = isinstance(pack, FlatPack)
         self._shares = 1 if self.flat else pack.world
         self._targets: list[list[Tensor]] = []
+        self._held: HeldRows | None = None
+        self._holding: HeldRows | None = None
         self.landed: Tensor | None = None
         self.whole: Tensor | None = None
         self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each reduced piece
@@ -108,6 +113,8 @@ class Bucket:
             self._equal = [views[0] for views in self._targets] + self._flags
             self._moves = Moves(self._equal, self._equal, self.params[0].leaf.device)
             self._all_flags = [self._ones] * len(self._flags)
+            if self.transport.adds_here and self.values is self.wire.mine:
+                self._held = HeldRows(pack, self.transport.rank, self.values, self._flags)
 
     def _make_targets(self) -> list[list[Tensor]]:
         """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
@@ -136,16 +143,24 @@ class Bucket:
         return [flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row] for r in range(self.pack.world)]
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Copy the gradients of the leaves into the wire and let them go."""
+    def fill(self, hold: bool = False) -> None:
+        """Copy the gradients of the leaves into the wire and let them go. With `hold` this rank's own rows
+        may stay where they are until they are added, or until `let_go`."""
         if not self._targets:
             self._lay_out()
         self.transport.fill(self.wire)
+        self._holding = None
         grads: list[Tensor | None] = list(map(_grad, self._leaves))
         self.used = [grad is not None for grad in grads]
         everything = all(self.used)
         if everything and self._equal is not None and not any(map(_is_sparse, grads)):
-            self._moves.run(self._equal, grads + self._all_flags, "source")  # type: ignore[arg-type]
+            whole = cast("list[Tensor]", grads)
+            held = self._held if hold else None
+            if held and held.fits(whole):
+                held.fill(whole)
+                self._holding = held
+            else:
+                self._moves.run(self._equal, whole + self._all_flags, "source")
         else:
             flags = torch.tensor(self.used, dtype=self._ones.dtype, device=self._ones.device)
             into, out_of = self._uneven_pairs(grads)
@@ -166,14 +181,16 @@ class Bucket:
 
     def reduce(self) -> Work:
         assert self.landed is not None
-        return self.transport.reduce(
-            "reduce",
-            f"{self.wire.key}/{self.index}",
-            self.wire,
-            self.pack.pieces,
-            self.landed,
-            1.0 / self.pack.world,
-        )
+        start = self.transport.reduce
+        if self._holding is not None:
+            start = partial(self.transport.reduce_by, self._holding.add)
+        key = f"{self.wire.key}/{self.index}"
+        return start("reduce", key, self.wire, self.pack.pieces, self.landed, 1.0 / self.pack.world)
+
+    def let_go(self) -> None:
+        """Hold gradients no longer: their memory is wanted."""
+        if self._holding is not None:
+            self._holding.let_go()
 
     def go_on(self, number: int) -> Work:
         """Start round `number`, counted from 1, when all ranks have ended the one before."""

@@ -45,7 +45,7 @@ class RowsBucket(Bucket):
         return flat[: self._slot.held(rank)].view(-1, self._slot.row)
 
     @torch.no_grad()
-    def fill(self) -> None:
+    def fill(self, hold: bool = False) -> None:
         """Encode every rank's rows of the leaf's gradient, and let it go."""
         self.transport.fill(self.wire)
         leaf, slot = self.params[0].leaf, self._slot

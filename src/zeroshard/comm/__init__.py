@@ -6,6 +6,7 @@ from .local import LocalTransport
 from .nccl import NcclTransport
 from .nodes import NodesTransport
 from .shm import ShmTransport
+from .sums import Span, sum_spans
 from .transport import Counters, Region, Transport, Work
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     "NodesTransport",
     "Region",
     "ShmTransport",
+    "Span",
     "Transport",
     "Work",
     "connect",
+    "sum_spans",
 ]

@@ -4,8 +4,7 @@ Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather i
 volume.
 
 - **stage**: host memory into which the peers' pieces arrive; one per wire, and one per key of a gather for
-  what is short; reused for ever. Long segments of a gather are received into their places.
-- **pack**: this rank's short segments of a gather one after another, where there are several.
+  what is short; reused for ever. What a gather is made of: see `passage`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import ctypes
 import json
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,9 +22,11 @@ from zeroshard.errors import RankError
 
 from . import bounce, failure
 from .link import LETTERS, Job, Link, Messages
+from .passage import Passage
 from .sums import sum_pieces
 from .transport import (
     HEAD,
+    Add,
     Cuts,
     Land,
     Region,
@@ -46,7 +48,7 @@ __all__ = ["GlooTransport"]
 # A letter has a head of this size: label and length, and the value itself where it fits.
 _HEAD = 1024
 _LABEL = 400
-_ALONE = 1 << 18  # bytes; shorter segments of a gather travel together
+_PASSAGES = 4  # of one key that are kept
 
 _UNREAD = 0xFF
 
@@ -58,6 +60,7 @@ class GlooTransport(Transport):
     """Sends and receives over gloo. Regions are host memory, also where the device is a GPU."""
 
     name = "gloo"
+    adds_here = True
     overlaps = True
 
     def __init__(
@@ -127,6 +130,18 @@ class GlooTransport(Transport):
     ) -> Work:
         return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale)
 
+    def reduce_by(
+        self,
+        add: Add,
+        kind: str,
+        key: str,
+        wire: Region,
+        pieces: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
+    ) -> Work:
+        return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale, add)
+
     def reduce_from(
         self,
         kind: str,
@@ -135,6 +150,7 @@ class GlooTransport(Transport):
         offered: Sequence[torch.Tensor],
         out: torch.Tensor,
         scale: float,
+        add: Add = sum_pieces,
     ) -> Work:
         """As `reduce`, with the pieces in any places of the wire: `offered[r]` is the one for rank r."""
         # Several buckets take turns on one wire, and so on its stage: what was there has been added by now.
@@ -149,7 +165,7 @@ class GlooTransport(Transport):
         label, tails = f"its {kind} [{key}]", _tails(receives)
         got, sent = self._link.start(label, f"reduce {wire.lane}", receives, sends)
         sources = [*landing[: self.rank], offered[self.rank], *landing[self.rank :]]
-        move = _Move(self, kind, got, lambda: sum_pieces(out, sources, scale), tails)
+        move = _Move(self, kind, got, lambda: add(out, sources, scale), tails)
         self._begin(wire, move, sent)
         self._count_reduce(kind, pieces, wire.mine.element_size())
         return move
@@ -219,46 +235,30 @@ class GlooTransport(Transport):
     ) -> Work:
         self._finish_last(source, key)
         source.state["source"] = True
-        width, own = source.mine.element_size(), cuts[self.rank]
-        mine = [
-            self._pack(source, key, [own[index] for index in message]) for message in _messages(own, width)
-        ]
-        sends = [(peer, part) for peer in self._peers for part in mine]
-        targets: list[torch.Tensor] = list(out[self.rank])
-        sources = [source.mine[at : at + numel] for at, numel in own] if targets else []
-        receives = []
-        coming = [(peer, message) for peer in self._peers for message in _messages(cuts[peer], width)]
-        lengths = [
-            0
-            if len(message) == 1 and _lands_directly(out[peer][message[0]], source.mine.dtype)
-            else sum(cuts[peer][index][1] for index in message)
-            for peer, message in coming
-        ]
-        stage = slices(self._stage(source, f"gather {key}", sum(lengths)), lengths)
-        for (peer, message), part in zip(coming, stage, strict=True):
-            if part.numel() == 0:
-                receives.append((peer, out[peer][message[0]].detach().view(-1)))
-            else:
-                receives.append((peer, part))
-                targets += [out[peer][index] for index in message]
-                sources += slices(part, [cuts[peer][index][1] for index in message])
-        got, sent = self._link.start(f"its {kind} [{key}]", f"gather {source.lane}", receives, sends)
-        move = _Move(self, kind, got, lambda: _copy(targets, sources))
+        passage = self._passage(key, source, cuts, out)
+        if passage.packs:
+            for job in self._sends.pop(source, []):
+                self._link.wait(job)
+            passage.pack()
+        lane = f"gather {source.lane}"
+        got, sent = self._link.start(f"its {kind} [{key}]", lane, passage.receives, passage.sends)
+        move = _Move(self, kind, got, passage.unpack)
         source.state[f"last {key}"] = move
         self._begin(source, move, sent)
-        self._count_gather(kind, [sum(numel for _, numel in segments) for segments in cuts], width)
+        self._count_gather(kind, passage.totals, source.mine.element_size())
         return move
 
-    def _pack(self, source: Region, key: str, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
-        if len(segments) == 1:
-            at, numel = segments[0]
-            return source.mine[at : at + numel]
-        pack = self._stage(source, f"pack {key}", sum(numel for _, numel in segments))
-        for job in self._sends.pop(source, []):
-            self._link.wait(job)
-        parts = slices(pack, [numel for _, numel in segments])
-        torch._foreach_copy_(parts, [source.mine[at : at + numel] for at, numel in segments])
-        return pack
+    def _passage(
+        self, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> Passage:
+        """Prepared before, if what is gathered went to the same tensors: a bundle has few buffers."""
+        known = cast("list[Passage]", source.state.setdefault(f"passages {key}", []))
+        for passage in known:
+            if passage.out is out and passage.cuts == cuts:
+                return passage
+        made = Passage(key, source, cuts, out, self.rank, partial(self._stage, source))
+        known[:] = [made, *known[: _PASSAGES - 1]]
+        return made
 
     def _stage(self, region: Region, name: str, numel: int) -> torch.Tensor:
         held = cast("torch.Tensor | None", region.state.get(name))
@@ -421,23 +421,3 @@ def _tails(receives: Messages) -> Tails:
     for tail in found:
         tail.value = _UNREAD
     return found
-
-
-def _messages(segments: Spans, width: int) -> list[list[int]]:
-    """Which segments of a gather travel as one message, the same for sender and receiver: long ones alone, so
-    that they are not copied on their way, and all short ones together."""
-    sizes = [numel * width for _, numel in segments]
-    long = [[index] for index, size in enumerate(sizes) if size >= _ALONE]
-    short = [index for index, size in enumerate(sizes) if 0 < size < _ALONE]
-    return [*long, short] if short else long
-
-
-def _lands_directly(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a peer's message can be received into its place."""
-    return target.dtype == dtype and target.device.type == "cpu"
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        shaped = [source.view(target.shape) for source, target in zip(sources, targets, strict=True)]
-        torch._foreach_copy_(targets, shaped)

@@ -29,7 +29,7 @@ from zeroshard.native import Moves
 from . import bounce, failure, memfd
 from .control import EPOCH, MAX_LANES, Control, consumed, posted
 from .sums import sum_pieces
-from .transport import Cuts, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
+from .transport import Add, Cuts, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
 from .watch import LONG, look_after
 from .whereabouts import Whereabouts
 
@@ -43,6 +43,7 @@ class ShmTransport(Transport):
     """Shared memory between ranks of one host. Ranks may be processes, or threads that share a store."""
 
     name = "shm"
+    adds_here = True
 
     def __init__(
         self,
@@ -130,6 +131,18 @@ class ShmTransport(Transport):
     ) -> Work:
         return self.reduce_blocks(kind, key, wire, pieces, [out], scale)
 
+    def reduce_by(
+        self,
+        add: Add,
+        kind: str,
+        key: str,
+        wire: Region,
+        pieces: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
+    ) -> Work:
+        return self.reduce_blocks(kind, key, wire, pieces, [out], scale, add)
+
     def reduce_blocks(
         self,
         kind: str,
@@ -138,6 +151,7 @@ class ShmTransport(Transport):
         pieces: Sequence[int],
         outs: Sequence[torch.Tensor],
         scale: float,
+        add: Add = sum_pieces,
     ) -> Work:
         """As `reduce`, of a wire with several blocks of pieces one after another, a piece for every rank in
         each: the sum of this rank's piece of block b goes to `outs[b]`."""
@@ -147,7 +161,7 @@ class ShmTransport(Transport):
 
         def take() -> None:
             for out, sources in sums:
-                sum_pieces(out, sources, scale)
+                add(out, sources, scale)
 
         return self._post(kind, key, wire, take)
 

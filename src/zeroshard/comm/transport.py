@@ -19,6 +19,8 @@ __all__ = ["Counters", "Cuts", "Done", "Land", "Region", "Spans", "Transport", "
 Spans = Sequence[tuple[int, int]]
 Cuts = Sequence[Spans]
 Land = Callable[[list[torch.Tensor]], None]
+# Makes the sum of pieces: (out, pieces in rank order, scale).
+Add = Callable[[torch.Tensor, Sequence[torch.Tensor], float], None]
 
 # Bytes in front of a part whose length varies: an int64 that says how many count, itself included.
 HEAD = 8
@@ -119,6 +121,7 @@ class Transport(ABC):
     name: str = ""
     overlaps: bool = False  # operations go on while this thread computes
     staged: bool = False  # they pass through device memory that the transport keeps
+    adds_here: bool = False  # sums are made by the thread that waits: there is a `reduce_by`
     keeps_order: bool = False  # they run one after another, so that all ranks must start them in one order
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -168,6 +171,20 @@ class Transport(ABC):
         `scale` times the sum in rank order, added in fp32 for 16-bit wires. `out` may be this rank's own
         piece of the wire.
         """
+
+    def reduce_by(
+        self,
+        add: Add,
+        kind: str,
+        key: str,
+        wire: Region,
+        pieces: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
+    ) -> Work:
+        """As `reduce`, with a sum made by `add`: this rank's own piece may then lie elsewhere. Only where
+        `adds_here`."""
+        raise AssertionError(f"{self.name} does not add here")
 
     @abstractmethod
     def deal(

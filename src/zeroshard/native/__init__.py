@@ -11,7 +11,16 @@ from zeroshard.native.master import Ties, join, split
 from zeroshard.native.moves import Moves
 from zeroshard.native.pages import allocate
 from zeroshard.native.sgd import SgdRows, SgdStep, sgd_update
-from zeroshard.native.sums import accumulate, cast, non_finite, square_sum, square_sums, sum_pieces
+from zeroshard.native.sums import (
+    Span,
+    accumulate,
+    cast,
+    non_finite,
+    square_sum,
+    square_sums,
+    sum_pieces,
+    sum_spans,
+)
 from zeroshard.native.team import Team
 from zeroshard.native.workers import Workers, usable_cores
 
@@ -21,6 +30,7 @@ __all__ = [
     "Moves",
     "SgdRows",
     "SgdStep",
+    "Span",
     "Team",
     "Ties",
     "Workers",
@@ -37,5 +47,6 @@ __all__ = [
     "square_sum",
     "square_sums",
     "sum_pieces",
+    "sum_spans",
     "usable_cores",
 ]

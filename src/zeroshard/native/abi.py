@@ -68,7 +68,7 @@ class Halves(ctypes.Structure):
 
 
 class Moves(ctypes.Structure):
-    _fields_ = _fields("i64: count; ptr: to source bytes times step", _TYPES)
+    _fields_ = _fields("i64: count; ptr: to source bytes times step; i64: past", _TYPES)
 
 
 class Checksum(ctypes.Structure):

@@ -2,7 +2,7 @@
 #ifndef ZEROSHARD_MOVES_H
 #define ZEROSHARD_MOVES_H
 
-#include "numbers.h"
+#include "past.h"
 #include <string.h>
 
 struct moves {            /* move: per item, `times` pieces of `bytes` each, `step` bytes apart in `to` */
@@ -12,6 +12,7 @@ struct moves {            /* move: per item, `times` pieces of `bytes` each, `st
     const int64_t *bytes;
     const int64_t *times;
     const int64_t *step;
+    int64_t past;         /* long pieces go past the caches: someone else reads them */
 };
 
 INLINE void move_body(struct moves *c) {
@@ -19,7 +20,10 @@ INLINE void move_body(struct moves *c) {
         char *to = c->to[i];
         const char *from = c->from[i];
         const int64_t bytes = c->bytes[i];
-        for (int64_t n = c->times[i]; n > 0; n--, to += c->step[i], from += bytes) memcpy(to, from, bytes);
+        for (int64_t n = c->times[i]; n > 0; n--, to += c->step[i], from += bytes) {
+            if (c->past && bytes >= PAST_BYTES) copy_past(to, from, bytes);
+            else memcpy(to, from, bytes);
+        }
     }
 }
 

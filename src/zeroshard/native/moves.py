@@ -4,7 +4,8 @@ where parameters are small."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import add
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ class Moves:
     all are in the CPU's memory.
 
     `to` are flat and contiguous, or have two dimensions of which the last is contiguous: then their rows take
-    consecutive parts of the source. Sources are contiguous, and as long as their targets.
+    consecutive parts of the source. Sources are contiguous, and as long as their targets; or longer, and
+    `shifts` says how many bytes of each come before what is copied.
 
     >>> moves = Moves(to=[torch.zeros(4)], source=[torch.zeros(4)])
     >>> moves.run(to=[target := torch.zeros(4)], source=[torch.arange(4.0)])
@@ -29,9 +31,15 @@ class Moves:
     """
 
     def __init__(
-        self, to: Sequence[Tensor], source: Sequence[Tensor], device: torch.device | None = None
+        self,
+        to: Sequence[Tensor],
+        source: Sequence[Tensor],
+        device: torch.device | None = None,
+        shifts: Sequence[int] | None = None,
+        past: bool = False,
     ) -> None:
-        """`device`: of the sources to come, where those given only stand for them."""
+        """`device`: of the sources to come, where those given only stand for them. `past`: long copies go
+        past the caches, since another core is to read them."""
         count = len(to)
         pairs = list(zip(to, source, strict=True))
         self.nbytes = sum(target.nbytes for target in to)
@@ -51,6 +59,7 @@ class Moves:
         ]
         self._to = _addresses(to)
         self._source = _addresses(source)
+        self._shifts, self._past = shifts, past
         self._bytes = (ctypes.c_int64 * count)(*(n * size for (_, n), size in zip(rows, sizes, strict=True)))
         self._times = (ctypes.c_int64 * count)(*(times for times, _ in rows))
         self._step = (ctypes.c_int64 * count)(*steps)
@@ -64,14 +73,12 @@ class Moves:
         if moved in ("to", "both"):
             self._to = _addresses(to)
         if moved in ("source", "both"):
-            self._source = _addresses(source)
+            self._source = _addresses(source, self._shifts)
             self._fit = self._plain and self._fits(source)
         alone = self.nbytes < SMALL or torch.get_num_threads() == 1
         if kernels is None or not alone or not self._fit:
             with torch.no_grad():
-                torch._foreach_copy_(
-                    list(to), [of.reshape(t.shape) for t, of in zip(to, source, strict=True)]
-                )
+                torch._foreach_copy_(list(to), self._shaped(to, source))
             return
         address = ctypes.addressof
         kernels.move(
@@ -83,13 +90,28 @@ class Moves:
                     address(self._bytes),
                     address(self._times),
                     address(self._step),
+                    self._past,
                 )
             )
         )
+
+    def _shaped(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> list[Tensor]:
+        if self._shifts is None:
+            return [of.reshape(t.shape) for t, of in zip(to, source, strict=True)]
+        starts = [shift // of.element_size() for shift, of in zip(self._shifts, source, strict=True)]
+        return [
+            of.reshape(-1)[start : start + t.numel()].view(t.shape)
+            for t, of, start in zip(to, source, starts, strict=True)
+        ]
 
     def _fits(self, source: Sequence[Tensor]) -> bool:
         return all(map(Tensor.is_contiguous, source)) and [of.dtype for of in source] == self._dtypes
 
 
-def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
+def _addresses(
+    tensors: Sequence[Tensor], shifts: Sequence[int] | None = None
+) -> ctypes.Array[ctypes.c_void_p]:
+    found: Iterable[int] = map(Tensor.data_ptr, tensors)
+    if shifts is not None:
+        found = map(add, found, shifts)
+    return (ctypes.c_void_p * len(tensors))(*found)

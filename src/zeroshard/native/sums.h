@@ -4,6 +4,7 @@
 #ifndef ZEROSHARD_SUMS_H
 #define ZEROSHARD_SUMS_H
 
+#include "past.h"
 #include "stage.h"
 
 /* Elements whose squares are summed into one double, whatever the number of threads. */
@@ -90,14 +91,16 @@ INLINE void sum_doubles(const struct sum *c, int64_t start, int64_t n) {
     narrow_doubles(c->out_kind, at(c->out, c->out_kind, start), total, n);
 }
 
-/* Two sources of one kind, the commonest sum, in registers from end to end. */
+/* Two sources of one kind, the commonest sum, in registers from end to end. What is summed is not read before
+ * the update. */
 INLINE void sum_two(const struct sum *c, const int kind, const int out_kind) {
     const void *first = c->sources[0], *second = c->sources[1];
     const float scale = (float)c->scale;
     const int64_t count = c->count;
     void *out = c->out;
+    const int64_t done = kind == F32 && out_kind == F32 ? add_past(out, first, second, scale, count) : 0;
     INDEPENDENT
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = done; i < count; i++)
         store(out_kind, out, i, (load(kind, first, i) + load(kind, second, i)) * scale);
 }
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from zeroshard.errors import OptionError
 from zeroshard.native import abi, checks, fallback, loader
+
+
+class Span(NamedTuple):
+    """A part of flat tensors of one length, and where else one of them has it: from element `first` on."""
+
+    start: int
+    numel: int
+    elsewhere: torch.Tensor | None = None
+    first: int = 0
 
 
 def sum_pieces(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float = 1.0) -> None:
@@ -41,6 +51,26 @@ def sum_pieces(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float 
         scale,
     )
     kernels.sum(ctypes.byref(record))
+
+
+def sum_spans(
+    out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float, place: int, spans: Sequence[Span]
+) -> None:
+    """As `sum_pieces`, span by span, with one source, number `place`, that lies elsewhere in some of them.
+    Needs the kernels; the tensors have been looked at by whoever made the spans."""
+    kernels = loader.kernels()
+    assert kernels is not None
+    count, width, out_width = len(sources), sources[0].element_size(), out.element_size()
+    starts, out_start = [source.data_ptr() for source in sources], out.data_ptr()
+    kinds = (ctypes.c_int32 * count)(*(abi.KINDS[source.dtype] for source in sources))
+    doubles = any(tensor.dtype == torch.float64 for tensor in (out, *sources))
+    addresses = (ctypes.c_void_p * count)()
+    fixed = ctypes.addressof(addresses), ctypes.addressof(kinds), count, abi.KINDS[out.dtype], doubles, scale
+    for start, numel, elsewhere, first in spans:
+        addresses[:] = [address + start * width for address in starts]
+        if elsewhere is not None:
+            addresses[place] = elsewhere.data_ptr() + first * width
+        kernels.sum(ctypes.byref(abi.Sum(numel, out_start + start * out_width, *fixed)))
 
 
 def _pair(to: torch.Tensor, source: torch.Tensor, scale: float, doubles: bool) -> abi.Pair:
