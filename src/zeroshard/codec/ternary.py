@@ -30,8 +30,8 @@ class Ternary(Blocked):
     multiples of that: 16.5 × fewer bytes than fp32. Numerics: approximate.
 
     A gradient has few large values, and those must not wait, as they do where `TwoBit` cuts them off. No
-    warm-up is needed. `block`: at most 256. `feedback`: what was not sent is kept and sent later (4 bytes a parameter
-    of state); on unless you say otherwise.
+    warm-up is needed. `block`: at most 256. `feedback`: what was not sent is kept and sent later (4 bytes a
+    parameter of state); on unless you say otherwise.
 
     >>> Ternary(large=1).round_trip(torch.tensor([1.0, -1.0, 0.5, 8.0, -3.0, 2.5, 0.0, 0.0]))
     tensor([ 0.,  0.,  0.,  8., -4.,  4.,  0.,  0.])
