@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from provenance import HERE, commit, hardware, version
 
-from zeroshard.codec import Cast, Codec, Int4, Int8, OneBit, TopK, TwoBit
+from zeroshard.codec import Cast, Codec, Int4, Int8, OneBit, Ternary, TopK, TwoBit
 from zeroshard.native import loader
 
 CODECS: tuple[Codec, ...] = (
@@ -36,6 +36,7 @@ CODECS: tuple[Codec, ...] = (
     Int4(feedback=False),
     Int4(),
     TwoBit(),
+    Ternary(),
     OneBit(),
     TopK(0.01),
     TopK(0.01, momentum=0.9),

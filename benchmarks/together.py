@@ -83,6 +83,18 @@ WAYS: dict[str, dict[str, Any]] = {
         "compress": NORMS | {"*": zs.TwoBit()},
         "gather": zs.Delta(zs.TwoBit(block=64, feedback=False)),
     },
+    "stage 3, Ternary gradients, Int4 changes of parameters": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.Ternary()},
+        "gather": zs.Delta(zs.Int4(block=128, feedback=False)),
+    },
+    "stage 3, Ternary gradients, TwoBit changes of parameters": {
+        "stage": 3,
+        "units": "none",
+        "compress": NORMS | {"*": zs.Ternary()},
+        "gather": zs.Delta(zs.TwoBit(block=64, feedback=False)),
+    },
     "stage 3, TwoBit gradients, OneBit changes of parameters": {
         "stage": 3,
         "units": "none",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,22 @@ def test_the_originals_may_change_once_it_returns(tmp_path: Path, monkeypatch: p
     files = [*(tmp_path / "1").glob("*.safetensors")]
     assert len(files) == 2
     assert saver.staging.bytes == sum(-(-file.stat().st_size // 4096) * 4096 for file in files)
+
+
+def test_what_is_saved_may_change_from_save_to_save(tmp_path: Path) -> None:
+    """Files are drawn once for what stays the same, and anew for what does not."""
+    first, second = {("parameter", "w"): torch.randn(9, 4)}, {("parameter", "w"): torch.randn(9, 4)}
+    longer = {**second, ("parameter", "v"): torch.randn(5)}
+    other = {("parameter", "w"): torch.randn(7, 3).half()}
+    saver, drawn = Saver(Alone()), []
+    for step, full in enumerate([first, second, longer, other, first]):
+        saver.save(tmp_path / str(step), Snapshot(held(full)), background=step != 3)
+        saver.wait()
+        drawn.append(saver._drawn.sheets([], 0))
+        target = blank(full)
+        load_as(tmp_path / str(step), target)
+        assert same(target, full), step
+    assert [one is two for one, two in pairwise(drawn)] == [True, False, False, False]
 
 
 def test_copied_is_the_moment_from_which_they_may_change(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from zeroshard.codec import (
     LowRank,
     OneBit,
     Rows,
+    Ternary,
     TopK,
     TwoBit,
     from_settings,
@@ -45,6 +46,8 @@ ALL: list[Codec] = [
     Int4(block=16, feedback=False, stochastic=True),
     TwoBit(),
     TwoBit(block=48, feedback=False),
+    Ternary(),
+    Ternary(block=48, large=0, feedback=False),
     OneBit(),
     OneBit(block=48, warmup_steps=0),
     OneBit(feedback=False),
@@ -70,6 +73,7 @@ quick = settings(max_examples=40, deadline=None, derandomize=True, database=None
         (Int8(), 3.9),
         (Int4(), 7.5),
         (TwoBit(), 15.4),
+        (Ternary(), 16.5),
         (OneBit(), 28.0),
         (TopK(ratio=0.01), 45.0),
     ],
@@ -109,7 +113,7 @@ def test_error_stays_within_its_bound(codec: Codec, spread: float) -> None:
 
 def test_two_bits_lose_a_third_and_signs_three_fifths() -> None:
     values = normal(100_000)
-    for codec, share in ((TwoBit(), 0.345), (OneBit(), 0.603)):
+    for codec, share in ((TwoBit(), 0.345), (Ternary(), 0.463), (OneBit(), 0.603)):
         assert float((codec.round_trip(values) - values).norm() / values.norm()) == pytest.approx(
             share, abs=0.005
         )
@@ -117,10 +121,23 @@ def test_two_bits_lose_a_third_and_signs_three_fifths() -> None:
     assert found[:4].tolist() == [2.8125, -0.9375, 0.9375, -0.9375]
 
 
+def test_what_is_large_need_not_wait() -> None:
+    """Few values of a block are far above its mean, as in gradients."""
+    values = normal(100_000, 5, 1.0)
+    lost = {c: float((c.round_trip(values) - values).norm() / values.norm()) for c in (Ternary(), TwoBit())}
+    assert lost[Ternary()] < 0.42
+    assert lost[TwoBit()] > 0.7
+    values = torch.tensor([1.0] * 13 + [-7.0, 40.0, 40.0])
+    found = Ternary(block=16, large=2).round_trip(values)  # the mean is 6.25 in bf16
+    assert found.tolist() == [0.0] * 13 + [-12.5, 37.5, 37.5]
+    assert Ternary(block=16, large=1).round_trip(values).tolist() == [0.0] * 13 + [-12.5, 37.5, 12.5]
+
+
 HALVES = [
     Int8(feedback=True, residual="bfloat16"),
     Int4(residual="bfloat16"),
     TwoBit(residual="bfloat16"),
+    Ternary(residual="bfloat16"),
     OneBit(residual="bfloat16"),
     TopK(0.05, residual="bfloat16"),
 ]
@@ -183,7 +200,7 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_the_state_alone(codec: Co
 
 
 @pytest.mark.parametrize(
-    "codec", [Int8(16, feedback=True), Int4(), TwoBit(), OneBit(), TopK(), TopK(0.1)], ids=repr
+    "codec", [Int8(16, feedback=True), Int4(), TwoBit(), Ternary(), OneBit(), TopK(), TopK(0.1)], ids=repr
 )
 def test_sent_and_residual_are_the_sum_of_gradients(codec: Codec) -> None:
     numel, state = 1000, codec.state(1000)
@@ -324,6 +341,9 @@ def test_a_ramp_falls_by_quarters() -> None:
         (lambda: Int8(block=0), r"Int8\(block=0\): a multiple of 16"),
         (lambda: Int8(feedback=1), r"Int8\(feedback=1\): pass True or False"),  # type: ignore[arg-type]
         (lambda: Int4(stochastic="no"), r"Int4\(stochastic='no'\): pass True or False"),  # type: ignore[arg-type]
+        (lambda: Ternary(block=272), r"Ternary\(block=272\): at most 256"),
+        (lambda: Ternary(large=-1), r"Ternary\(large=-1\): a number from 0 to 240"),
+        (lambda: Ternary(feedback=None), r"Ternary\(feedback=None\): pass True or False"),  # type: ignore[arg-type]
         (lambda: TwoBit(feedback=None), r"TwoBit\(feedback=None\): pass True or False"),  # type: ignore[arg-type]
         (lambda: OneBit(feedback=0), r"OneBit\(feedback=0\): pass True or False"),  # type: ignore[arg-type]
         (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): a whole number, 0 or more"),

@@ -12,7 +12,7 @@ import torch
 from native_case import assert_same_bits, rough
 from torch import Tensor
 
-from zeroshard.codec import Cast, Codec, Int4, Int8, LowRank, OneBit, Rows, TopK, TwoBit, gpu
+from zeroshard.codec import Cast, Codec, Int4, Int8, LowRank, OneBit, Rows, Ternary, TopK, TwoBit, gpu
 from zeroshard.native.codes import Blocks
 
 INTEGERS = [
@@ -32,6 +32,8 @@ CODECS: list[Codec] = [
     Cast("float16"),
     Int8(block=8192),
     TwoBit(),
+    Ternary(),
+    Ternary(block=48, large=2),
     OneBit(),
     OneBit(block=48),
     TopK(),
@@ -50,7 +52,7 @@ def steps(codec: Codec, numel: int, device: str) -> list[Tensor]:
         codec.decode(code, out, add=False)
         codec.decode(code, added, add=True)
         found += [out, added, *(tensor.clone() for tensor in state.values())]
-        if isinstance(codec, (Int8, Int4, TwoBit, OneBit)):  # elsewhere a NaN's kind may differ
+        if isinstance(codec, (Int8, Int4, TwoBit, Ternary, OneBit)):  # elsewhere a NaN's kind may differ
             found.append(code)
     return [tensor.cpu() for tensor in found]
 

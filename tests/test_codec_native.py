@@ -10,7 +10,7 @@ import torch
 from native_case import both_paths, built, rough
 from torch import Tensor
 
-from zeroshard.codec import Cast, Codec, Int4, Int8, OneBit, TopK, TwoBit
+from zeroshard.codec import Cast, Codec, Int4, Int8, OneBit, Ternary, TopK, TwoBit
 from zeroshard.errors import OptionError
 from zeroshard.native import codes
 
@@ -23,6 +23,10 @@ CODECS: list[Codec] = [
     *(kind(feedback=True, stochastic=True) for kind in (Int8, Int4)),
     Int8(feedback=True),
     TwoBit(feedback=False),
+    *(
+        Ternary(block, large, feedback)
+        for block, large, feedback in ((240, 4, True), (48, 48, False), (256, 0, True))
+    ),
     OneBit(feedback=False),
     Int8(stochastic=True),
     Int4(feedback=False, stochastic=True),
@@ -66,7 +70,7 @@ def test_same_choice_among_equals(values: Tensor, both: Callable[[Callable[[], l
     both(make)
 
 
-THREADED = [Int8(stochastic=True), Int4(block=80), TwoBit(), OneBit(), Cast()]
+THREADED = [Int8(stochastic=True), Int4(block=80), TwoBit(), Ternary(), OneBit(), Cast()]
 
 
 @pytest.mark.parametrize("codec", THREADED, ids=repr)

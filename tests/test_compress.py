@@ -11,10 +11,12 @@ import models
 import pytest
 import torch
 from codecs_for_tests import Halves, Same
+from native_case import built
 from recipes import Recipe, on_ranks
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.native import loader
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
@@ -129,6 +131,44 @@ def test_two_bits_of_the_change_say_more_than_four_bits_of_the_weight() -> None:
     assert changes["errors"][0] < 1e-6
     assert max(changes["errors"]) < 0.2 * min(afresh["errors"])
     assert changes["sent"][2] < 0.5 * afresh["sent"][2]
+
+
+def in_two_bits(compiled: bool) -> tuple[int, dict[str, Tensor]]:
+    """How often torch did the work of the kernels, and the weights."""
+    plain, counted = zs.TwoBit._encode_run, 0
+
+    def counting(*args: Any) -> Tensor:
+        nonlocal counted
+        counted += 1
+        return plain(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zs.TwoBit, "_encode_run", counting)
+        if not compiled:
+            patch.setattr(loader, "kernels", lambda: None)
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 40))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        gather = zs.Delta(zs.TwoBit(block=32, feedback=False))
+        run = zs.shard(model, optimizer, stage=3, compress=zs.TwoBit(block=48), gather=gather)
+        for step in range(4):
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + run.rank))
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with run.gathered() as whole:
+            weights = {name: p.detach().clone() for name, p in whole.items()}
+        run.close()
+    return counted, weights
+
+
+@built
+def test_two_bits_are_the_same_without_compiled_kernels() -> None:
+    compiled, plain = (ranks(2).run(in_two_bits, how) for how in (True, False))
+    for (never, one), (often, other) in zip(compiled, plain, strict=True):
+        assert never == 0
+        assert often > 8
+        assert_same_bits(one, other)
 
 
 def changes_on_their_way(stage: int, transport: str, folder: str) -> list[Tensor]:

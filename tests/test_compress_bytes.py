@@ -34,6 +34,7 @@ FEWER = {
     zs.Int8(): 3.9,
     zs.Int4(): 7.5,
     zs.TwoBit(): 15.0,
+    zs.Ternary(): 16.0,
     zs.OneBit(warmup_steps=0): 28.0,
     zs.TopK(ratio=0.01): 45.0,
     zs.LowRank(rank=2): 20.0,

@@ -28,6 +28,7 @@ FEEDBACK = [
     zs.TopK(ratio=0.05),
     zs.LowRank(rank=2),
     zs.TwoBit(),
+    zs.Ternary(block=16, large=1),
     zs.OneBit(warmup_steps=2, warmup=zs.Int4()),
     zs.TopK(ratio=0.05, warmup_steps=1, ramp_steps=2),
 ]

@@ -2,7 +2,7 @@
 
 from .api import Run, shard
 from .checkpoint import latest
-from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, TopK, TwoBit
+from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, Ternary, TopK, TwoBit
 from .config import Offload, Options, Precision
 from .errors import (
     CheckpointError,
@@ -47,6 +47,7 @@ __all__ = [
     "Run",
     "StateError",
     "Stats",
+    "Ternary",
     "TierError",
     "TopK",
     "TwoBit",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroshard.checkpoint.records import Peers, Saved, Snapshot
-from zeroshard.checkpoint.saving import Job
+from zeroshard.checkpoint.saving import Drawn, Job
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.turns import beside
 from zeroshard.errors import CheckpointError, ZeroShardError
@@ -92,6 +92,7 @@ class Saver:
         self.peers = peers
         self.pending: PendingSave | None = None
         self.staging = Staging()
+        self._drawn = Drawn()
         # One thread for all saves: to start one takes longer than all else that a caller waits for.
         self._writer = ThreadPoolExecutor(1, "save")
 
@@ -111,7 +112,7 @@ class Saver:
         an optimizer's step does.
         """
         failure = self._settle()
-        job = Job(path, snapshot, self.peers, keep, copy=background)
+        job = Job(path, snapshot, self.peers, keep, background, self._drawn)
         job.after_failure = failure
         if not background:
             return job.run()

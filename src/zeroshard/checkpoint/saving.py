@@ -45,13 +45,36 @@ _VISIBLE = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Division:
-    """Who writes what, known to every rank: all tensors, each rank's tasks, each rank's own values, and those
-    that the ranks held parts of."""
+    """What every rank knows: all tensors, each rank's own values, and those that the ranks held parts of."""
 
     tensors: list[Described]
-    tasks: list[list[Task]]
     own: list[Any]
     joined: dict[str, Any]
+
+
+class Drawn:
+    """Who writes what and how it lies in files, from what all ranks hold. Kept from save to save, since the
+    next mostly finds the same, and Python for thousands of tensors is what holds training up most."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Described] = []
+        self.tasks: list[list[Task]] = []
+        self._of: list[Any] | None = None
+        self._sheets: list[Sheet] | None = None
+
+    def draw(self, descriptions: list[Any]) -> None:
+        """For ranks that hold these rows; raises where they cannot be put together."""
+        if descriptions != self._of:
+            self._of, self._sheets = None, None
+            self.tensors = merge(descriptions)
+            self.tasks = assign(self.tensors, len(descriptions))
+            self._of = descriptions
+
+    def sheets(self, held: Sequence[Held], rank: int) -> list[Sheet]:
+        """The files of `rank`: always the same rank's."""
+        if self._sheets is None:
+            self._sheets = sheets_of(held, self.tasks[rank], rank, len(self.tasks))
+        return self._sheets
 
 
 class Job:
@@ -65,6 +88,7 @@ class Job:
         peers: Peers,
         keep: int | None = None,
         copy: bool = False,
+        drawn: Drawn | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(
@@ -74,6 +98,7 @@ class Job:
         self.peers = peers
         self.keep = keep
         self.after_failure: str | None = None
+        self._drawn = drawn or Drawn()
         self.step = snapshot.values.get("step")
         self._ticket: claim.Claim | None = None
         self._division: Division | None = None
@@ -99,8 +124,8 @@ class Job:
         """Copy this rank's share, so that the originals may change before `run` is through; from the call of
         `copied` on."""
         try:
-            mine = self._agree().tasks[self.peers.rank]
-            together(self.peers, "copying", lambda: self._copy(staging, mine, copied))
+            self._agree()
+            together(self.peers, "copying", lambda: self._copy(staging, copied))
         except AgreedError as error:
             raise self._reported(error) from error
 
@@ -110,8 +135,8 @@ class Job:
         try:
             plan = self._agree()
             token = on_first(self.peers, "preparing to save", lambda: self._begin(plan.tensors))
-            staging, mine = claim.holder_of(self.target) / token, plan.tasks[self.peers.rank]
-            wrote = together(self.peers, "writing", lambda: self._write(staging, mine))
+            folder = claim.holder_of(self.target) / token
+            wrote = together(self.peers, "writing", lambda: self._write(folder))
             done = on_first(self.peers, "finishing", lambda: self._finish(plan, wrote))
         except AgreedError as error:
             raise self._reported(error) from error
@@ -127,12 +152,11 @@ class Job:
         if self._division is None:
             answers = together(self.peers, f"saving to {self.target}", self._describe)
             try:
-                tensors = merge([answer["held"] for answer in answers])
-                tasks = assign(tensors, self.peers.size)
+                self._drawn.draw([answer["held"] for answer in answers])
                 shared = joined([answer["parts"] for answer in answers])
             except CheckpointError as error:
                 raise AgreedError(str(error)) from error
-            self._division = Division(tensors, tasks, [answer["own"] for answer in answers], shared)
+            self._division = Division(self._drawn.tensors, [answer["own"] for answer in answers], shared)
         return self._division
 
     def _describe(self) -> dict[str, Any]:
@@ -150,8 +174,8 @@ class Job:
             "parts": self.parts,
         }
 
-    def _copy(self, staging: Staging, tasks: list[Task], copied: Callable[[], None]) -> None:
-        self._images = staging.copy(self.held, self._sheets(tasks))
+    def _copy(self, staging: Staging, copied: Callable[[], None]) -> None:
+        self._images = staging.copy(self.held, self._drawn.sheets(self.held, self.peers.rank))
         copied()
 
     def _begin(self, tensors: Sequence[Described]) -> str:
@@ -167,19 +191,17 @@ class Job:
             )
         return self._ticket.token
 
-    def _write(self, folder: Path, tasks: list[Task]) -> dict[str, Any]:
+    def _write(self, folder: Path) -> dict[str, Any]:
         """This rank's files. Returns what the manifest needs to know about them."""
         self._await(folder)
         if self._images is not None:
             wrote = [image.write(folder) for image in self._images]
         else:
+            files = self._drawn.sheets(self.held, self.peers.rank)
             with Lanes() as lanes:
-                wrote = [write_file(folder, self.held, sheet, lanes) for sheet in self._sheets(tasks)]
+                wrote = [write_file(folder, self.held, sheet, lanes) for sheet in files]
         spans = [[part, *span] for part, (_, found) in enumerate(wrote) for span in found]
         return {"files": [file for file, _ in wrote], "spans": spans}
-
-    def _sheets(self, tasks: list[Task]) -> list[Sheet]:
-        return sheets_of(self.held, tasks, self.peers.rank, self.peers.size)
 
     def _await(self, staging: Path) -> None:
         """See the folder that rank 0 made; network file systems may show it late."""

@@ -7,6 +7,7 @@ from zeroshard.codec.integers import Int4, Int8
 from zeroshard.codec.lowrank import LowRank
 from zeroshard.codec.onebit import OneBit
 from zeroshard.codec.rows import Rows
+from zeroshard.codec.ternary import Ternary
 from zeroshard.codec.topk import TopK
 from zeroshard.codec.twobit import TwoBit
 
@@ -20,6 +21,7 @@ __all__ = [
     "LowRank",
     "OneBit",
     "Rows",
+    "Ternary",
     "TopK",
     "TwoBit",
     "from_settings",

@@ -70,8 +70,12 @@ class Blocked(Codec):
         """Where the packed values begin."""
         return padded(2 * -(-numel // self.block))
 
+    def _form(self, step: int = 0) -> Blocks:
+        """As the kernels take it."""
+        return Blocks(self.block, self.bits, self._salt(step))
+
     def _packed_bytes(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
+        return self._form().packed_bytes(numel)
 
     def encode(self, values: Tensor, code: Tensor, state: dict[str, Tensor], step: int) -> None:
         check(self, values, code)
@@ -83,7 +87,7 @@ class Blocked(Codec):
 
     def _encode(self, values: Tensor, code: Tensor, residual: Tensor | None, step: int) -> None:
         scales, packed = self._parts(code, values.numel())
-        form = Blocks(self.block, self.bits, self._salt(step))
+        form = self._form(step)
         _clear_gaps(code, 2 * scales.numel(), self.scale_bytes(values.numel()), packed.numel())
         if values.device.type == "cpu" and form.encode(values, residual, scales, packed):
             return
@@ -99,7 +103,7 @@ class Blocked(Codec):
     def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
         check(self, out, code, "out")
         scales, packed = self._parts(code, out.numel())
-        form = Blocks(self.block, self.bits)
+        form = self._form()
         if out.device.type == "cpu" and form.decode(scales, packed, out, add):
             return
         if out.device.type == "cuda" and gpu.decode(form, scales, packed, out, add):

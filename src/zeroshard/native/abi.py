@@ -82,7 +82,7 @@ class CopySum(ctypes.Structure):
 class Blocks(ctypes.Structure):
     _fields_ = _fields(
         "i64: count first; ptr: values residual scales packed;"
-        "u32: block; i32: bits stochastic add; u32: salt",
+        "u32: block; i32: bits stochastic add; u32: salt; i32: large",
         _TYPES,
     )
 

@@ -17,6 +17,7 @@ struct blocks {           /* encode_blocks, decode_blocks */
     int32_t bits, stochastic;
     int32_t add;          /* decode: add to what is there */
     uint32_t salt;
+    int32_t large;        /* with no bits: how many values of a block go apart; see ternary.h */
 };
 
 #define LANE_COUNT 16
@@ -177,8 +178,14 @@ INLINE void encode_sizes(const struct blocks *c, int64_t start, int64_t n, uint1
     }
 }
 
+#include "ternary.h"
+
+INLINE int64_t block_bytes(const struct blocks *c) {
+    return c->bits ? (int64_t)c->block * c->bits / 8 : ternary_bytes(c, c->block);
+}
+
 INLINE void encode_blocks_body(struct blocks *c) {
-    const int64_t width = (int64_t)c->block * c->bits / 8;
+    const int64_t width = block_bytes(c);
     const int variant = c->bits * 4 + (c->residual != 0) * 2 + (c->stochastic != 0);
     for (int64_t start = 0, number = 0; start < c->count; start += c->block, number++) {
         const int64_t n = c->count - start < c->block ? c->count - start : c->block;
@@ -190,6 +197,8 @@ INLINE void encode_blocks_body(struct blocks *c) {
         CASE(8, 0, 0) CASE(8, 0, 1) CASE(8, 1, 0) CASE(8, 1, 1)
         CASE(4, 0, 0) CASE(4, 0, 1) CASE(4, 1, 0) CASE(4, 1, 1)
 #undef CASE
+        case 0: encode_ternary(c, start, n, scale, packed, 0); break;
+        case 2: encode_ternary(c, start, n, scale, packed, 1); break;
         case 2 * 4: encode_sizes(c, start, n, scale, packed, 0); break;
         case 2 * 4 + 2: encode_sizes(c, start, n, scale, packed, 1); break;
         case 1 * 4: encode_signs(c, start, n, scale, packed, 0); break;
@@ -233,7 +242,7 @@ INLINE void decode_block(float *RESTRICT out, const uint8_t *RESTRICT packed, fl
 }
 
 INLINE void decode_blocks_body(struct blocks *c) {
-    const int64_t width = (int64_t)c->block * c->bits / 8;
+    const int64_t width = block_bytes(c);
     for (int64_t start = 0, number = 0; start < c->count; start += c->block, number++) {
         const int64_t n = c->count - start < c->block ? c->count - start : c->block;
         const float scale = from_bf16(c->scales[number]);
@@ -242,6 +251,8 @@ INLINE void decode_blocks_body(struct blocks *c) {
 #define CASE(bits, add) case bits * 2 + add: decode_block(c->values + start, packed, scale, n, bits, add); break;
         CASE(8, 0) CASE(8, 1) CASE(4, 0) CASE(4, 1) CASE(2, 0) CASE(2, 1) CASE(1, 0) CASE(1, 1)
 #undef CASE
+        case 0: decode_ternary(c, c->values + start, packed, scale, n, 0); break;
+        case 1: decode_ternary(c, c->values + start, packed, scale, n, 1); break;
         default: break;
         }
     }

@@ -22,12 +22,23 @@ SHARE = 1 << 18
 
 @dataclass(frozen=True)
 class Blocks:
-    """How values are put into blocks. `bits` is 8, 4, 2 or 1; `salt` makes the dice of stochastic rounding,
-    or is None."""
+    """How values are put into blocks. `bits` is 8, 4, 2 or 1, or 0: three-valued digits, five to a byte, and
+    `large` values of a block apart. `salt` makes the dice of stochastic rounding, or is None."""
 
     block: int
     bits: int
     salt: int | None = None
+    large: int = 0
+
+    def packed_bytes(self, numel: int) -> int:
+        """Of so many values, without their scales."""
+        if self.bits:
+            return -(-numel * self.bits // 8)
+        whole, short = divmod(numel, self.block)
+        return whole * self._digit_bytes(self.block) + self._digit_bytes(short)
+
+    def _digit_bytes(self, numel: int) -> int:
+        return -(-numel // 5) + 2 * min(self.large, numel)
 
     def _record(self, values: Tensor, scales: Tensor, packed: Tensor, start: int, stop: int) -> abi.Blocks:
         number = start // self.block
@@ -36,18 +47,19 @@ class Blocks:
             first=start,
             values=values.data_ptr() + 4 * start,
             scales=scales.data_ptr() + 2 * number,
-            packed=packed.data_ptr() + number * (self.block * self.bits // 8),
+            packed=packed.data_ptr() + number * self.packed_bytes(self.block),
             block=self.block,
             bits=self.bits,
             stochastic=self.salt is not None,
             salt=self.salt or 0,
+            large=self.large,
         )
 
     def _check(self, where: str, values: Tensor, scales: Tensor, packed: Tensor) -> None:
         numel = values.numel()
         checks.flat(where, "values", values, (torch.float32,))
         checks.flat(where, "scales", scales, (torch.int16,), -(-numel // self.block))
-        checks.flat(where, "packed", packed, (torch.uint8,), -(-numel * self.bits // 8))
+        checks.flat(where, "packed", packed, (torch.uint8,), self.packed_bytes(numel))
 
     def encode(self, values: Tensor, residual: Tensor | None, scales: Tensor, packed: Tensor) -> bool:
         """Write scales and packed bits of `values`, plus `residual`, in which stays what they do not say."""
