@@ -115,11 +115,12 @@ lint() { "$VENV/bin/ruff" check .; }
 
 types() { "$VENV/bin/mypy"; }
 
-# Types, and the tests that start no processes.
-quick() {
+# Types, the tests that start no processes, and the later half of those that do.
+beside() {
     local failed=0
     types || failed=1
     "$PYTHON" -m pytest -m 'not ranks and not cuda' || failed=1
+    "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[n-z]*.py || failed=1
     return $failed
 }
 
@@ -143,12 +144,12 @@ case $chore in
             "$PYTHON" -m pytest "$@" || failed+=' pytest'
         else
             # Tests that start processes wait for most of their time: the others run beside them, and are shown last.
-            quick >"$VENV/quick.log" 2>&1 &
-            beside=$!
-            trap 'kill "$beside" 2>/dev/null || true' EXIT
-            "$PYTHON" -m pytest -m 'ranks or cuda' || failed+=' pytest'
-            wait "$beside" || failed+=' types or quick tests'
-            cat "$VENV/quick.log"
+            beside >"$VENV/beside.log" 2>&1 &
+            other=$!
+            trap 'kill "$other" 2>/dev/null || true' EXIT
+            "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[a-m]*.py || failed+=' pytest'
+            wait "$other" || failed+=' types or the tests beside them'
+            cat "$VENV/beside.log"
         fi
         [ -z "$failed" ] || die "failed:$failed"
         ;;
