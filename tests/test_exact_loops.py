@@ -90,8 +90,7 @@ def test_recomputation_happens(recompute: bool | tuple[str, ...], counts: list[i
     assert ranks(2).run(count_forwards, recompute) == [counts, counts]
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "plain"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "kind"), [(2, "plain"), (4, "reentrant")])
 def test_checkpointing_by_the_user(kind: models.Checkpointing, world: int) -> None:
     assert_exact(world, Recipe(checkpointing=kind))
 

@@ -9,6 +9,7 @@ from hard_case import STAGES, Case, check, rows, sharded, tokens
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.comm import control, watch
 from zeroshard.testing import ranks
 
 pytestmark = pytest.mark.ranks
@@ -255,7 +256,7 @@ def test_equals_one_process_on_four_ranks(name: str, stage: int) -> None:
     check(__name__, name, stage, world=4)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["stack clipped", "tied", "dtypes", "tiny", "lora", "experts within units"])
 def test_equals_one_process_over_gloo(name: str, stage: int) -> None:
     check(__name__, name, stage, transport="gloo")
@@ -269,6 +270,7 @@ def test_units_that_only_some_ranks_use_over_gloo(name: str, stage: int) -> None
 
 def unit_of_one_rank() -> None:
     """Over gloo a gather needs every rank: stage 3 cannot work, and says so."""
+    control.FOREIGN_PATIENCE = watch.PATIENCE = 1.5  # of this process
     said = r"rank 0 waits for its gather \[branches.0/0\]; rank 1 waits for its gather \[branches.1/0\]"
     with pytest.raises(zs.RankError, match=said):
         sharded(__name__, "branch by rank", 3, "gloo")
