@@ -39,78 +39,45 @@ UNITS = ("embedding", "blocks.*", "head")
 FEWER, CLOSE = 0.70, 0.01  # the bars: bytes spared, and how far the loss may be
 NORMS = {"*norm*": None}
 PLAIN = "data parallel, no codecs"
+
+
+def sharded(gradients: zs.Codec, parameters: Any, units: Any = "none") -> dict[str, Any]:
+    """Stage 3 with both coded, norms' gradients excepted; gathered once a step where there is one unit."""
+    codecs = NORMS | {"*": gradients}
+    return {"stage": 3, "units": units, "compress": codecs, "gather": parameters}
+
+
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"stage": 0},
-    "stage 3, Int8 gradients and parameters": {
-        "stage": 3,
-        "units": UNITS,
-        "compress": NORMS | {"*": zs.Int8()},
-        "gather": zs.Int8(),
-    },
-    "stage 3, Int4 gradients, Int8 parameters": {
-        "stage": 3,
-        "units": UNITS,
-        "compress": NORMS | {"*": zs.Int4()},
-        "gather": zs.Int8(),
-    },
-    "the same, gathered once a step (one unit)": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.Int4()},
-        "gather": zs.Int8(),
-    },
-    "the same, Int4 parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.Int4()},
-        "gather": zs.Int4(block=32, feedback=False),
-    },
-    "stage 3, Int4 gradients, Int4 changes of parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.Int4()},
-        "gather": zs.Delta(zs.Int4(block=128, feedback=False)),
-    },
-    "stage 3, Int4 gradients, TwoBit changes of parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.Int4()},
-        "gather": zs.Delta(zs.TwoBit(block=64, feedback=False)),
-    },
-    "stage 3, TwoBit gradients, TwoBit changes of parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.TwoBit()},
-        "gather": zs.Delta(zs.TwoBit(block=64, feedback=False)),
-    },
-    "stage 3, Ternary gradients, Int4 changes of parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.Ternary()},
-        "gather": zs.Delta(zs.Int4(block=128, feedback=False)),
-    },
-    "stage 3, Ternary gradients, TwoBit changes of parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.Ternary()},
-        "gather": zs.Delta(zs.TwoBit(block=64, feedback=False)),
-    },
-    "stage 3, TwoBit gradients, OneBit changes of parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.TwoBit(block=512)},
-        "gather": zs.Delta(zs.OneBit(block=512, warmup_steps=0, feedback=False)),
-    },
+    "stage 3, Int8 gradients and parameters": sharded(zs.Int8(), zs.Int8(), UNITS),
+    "stage 3, Int4 gradients, Int8 parameters": sharded(zs.Int4(), zs.Int8(), UNITS),
+    "the same, gathered once a step (one unit)": sharded(zs.Int4(), zs.Int8()),
+    "the same, Int4 parameters": sharded(zs.Int4(), zs.Int4(block=32, feedback=False)),
+    "stage 3, Int4 gradients, Int4 changes of parameters": sharded(
+        zs.Int4(), zs.Delta(zs.Int4(block=128, feedback=False))
+    ),
+    "stage 3, Int4 gradients, TwoBit changes of parameters": sharded(
+        zs.Int4(), zs.Delta(zs.TwoBit(block=64, feedback=False))
+    ),
+    "stage 3, TwoBit gradients, TwoBit changes of parameters": sharded(
+        zs.TwoBit(), zs.Delta(zs.TwoBit(block=64, feedback=False))
+    ),
+    "stage 3, Ternary gradients, Int4 changes of parameters": sharded(
+        zs.Ternary(), zs.Delta(zs.Int4(block=128, feedback=False))
+    ),
+    "stage 3, Ternary gradients, TwoBit changes of parameters": sharded(
+        zs.Ternary(), zs.Delta(zs.TwoBit(block=64, feedback=False))
+    ),
+    "stage 3, TwoBit gradients, OneBit changes of parameters": sharded(
+        zs.TwoBit(block=512), zs.Delta(zs.OneBit(block=512, warmup_steps=0, feedback=False))
+    ),
     "stage 0, ranks apart for 24 steps": {
         "stage": 0,
         "sync": zs.Local(steps=24, outer=zs.Nesterov(0.7, 0.6)),
     },
-    "stage 3, LowRank gradients, Int4 changes of parameters": {
-        "stage": 3,
-        "units": "none",
-        "compress": NORMS | {"*": zs.LowRank(rank=4)},
-        "gather": zs.Delta(zs.Int4(block=128, feedback=False)),
-    },
+    "stage 3, LowRank gradients, Int4 changes of parameters": sharded(
+        zs.LowRank(rank=4), zs.Delta(zs.Int4(block=128, feedback=False))
+    ),
 }
 
 

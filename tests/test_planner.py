@@ -23,10 +23,9 @@ from zeroshard.errors import OptionError
 from zeroshard.frames import moments_of
 from zeroshard.machine import GPUS, machine
 from zeroshard.memory import Setup
-from zeroshard.plan import Candidate, Plan
-from zeroshard.planner import Question, price
+from zeroshard.plan import Plan
+from zeroshard.planner import Question
 from zeroshard.planning import blocks_of, rules_of, tokens
-from zeroshard.pricing import HOOKED
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
 from zeroshard.timeline import Segment, peak_of, step_moments
 from zeroshard.trace import Inputs, Tracer
@@ -432,45 +431,3 @@ def test_misuse_is_told() -> None:
         machine("H10")
     assert machine("h200", 40e9, efficiency=0.5).network == 40e9
     assert all(m.source and m.half > m.full for m in GPUS.values())
-
-
-def test_python_holds_up_the_pass_that_it_is_slow_in() -> None:
-    """A device that waits in forward makes up for it in no backward; an update that is handed to the host
-    costs Python what the machine says, beside its launches."""
-
-    def asked(offload: zs.Offload | None = None, **figures: float) -> Question:
-        base = question(1000, machine=machine("H100", gap=0.0, hand=0.0, **figures), world=1)
-        work = {"flops": 10**11, "back": 3 * 10**12, "kernels": 30, "kernels_back": 30}
-        segments = tuple(Segment(unit.name, **work) for unit in base.units)
-        clip = {"clip_norm": 1.0} if offload is not None else {}
-        options = dataclasses.replace(base.options, stage=0, offload=offload, **clip)
-        return dataclasses.replace(base, options=options, trace=lambda _: segments)
-
-    def priced(of: Question) -> Candidate:
-        return price(of, of.options)
-
-    free, slow = priced(asked(launch=0.0)), priced(asked(launch=1e-4))
-    units = len(question(1000).units)
-    rate = machine("H100").half * machine("H100").efficiency
-    update = free.seconds["update"]
-    assert free.seconds["interpreter"] == 0.0
-    assert free.step == pytest.approx(units * 3.1e12 / rate + update)
-    launches = 60 * units + sum(HOOKED) * (units - 1)  # the root has no hooks of its own
-    assert slow.seconds["interpreter"] == pytest.approx(launches * 1e-4)
-    forward = (30 * units + HOOKED[0] * (units - 1)) * 1e-4
-    assert slow.step == pytest.approx(forward + units * 3e12 / rate + update)  # backward is the device's
-    host = asked(zs.Offload(), launch=1e-5)
-    handed = dataclasses.replace(host, machine=dataclasses.replace(host.machine, hand=1e-3))
-    parts = len(host.setup(host.options).parts)
-    more = priced(handed).seconds["interpreter"] - priced(host).seconds["interpreter"]
-    assert more == pytest.approx(parts * 1e-3)
-
-
-def test_an_update_takes_what_was_measured_of_it() -> None:
-    """On the device: state at the rate of its own update, gradients widened and weights made at a copy's."""
-    plain, measured = (price(one, one.options) for one in (
-        question(1000), question(1000, machine=machine("H100", update_rate=machine("H100").memory_rate / 2)),
-    ))  # fmt: skip
-    touched, widened = 28, 12
-    ratio = (2 * touched + widened) / (touched + widened)
-    assert measured.seconds["update"] == pytest.approx(ratio * plain.seconds["update"])

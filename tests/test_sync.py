@@ -382,60 +382,6 @@ def test_a_delayed_gradient_is_loaded_at_another_number_of_ranks(tmp_path: Path)
         torch.testing.assert_close(alone[name], value, rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"stage": 3, "sync": zs.Local(steps=4)}, "stage=0"),
-        ({"stage": 0, "sync": zs.Delayed(), "compress": zs.Int8()}, "needs stage 1, 2 or 3: .* Pass stage=1"),
-        ({"stage": 0, "sync": zs.Delayed(), "transport": "nodes"}, "cross between nodes once for each. Pass"),
-        ({"stage": 1, "sync": "delayed"}, "zs.Delayed()"),
-        ({"stage": 0, "sync": zs.Local(steps=4), "offload": zs.Offload()}, "offload"),
-        ({"sync": zs.EveryStep(compress=zs.Int8())}, "is a choice of Adaptive"),
-        ({"sync": CODECS, "offload": zs.Offload()}, "one way to the host"),
-        ({"sync": zs.Adaptive(choices=[zs.EveryStep(), zs.EveryStep(compress="int8")])}, "must be a codec"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(zs.OptionError, match=word):
-        zs.Options(**options)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: zs.Delayed(steps=2),
-        lambda: zs.Local(steps=0),
-        lambda: zs.Local(steps=2, fragments=3),
-        lambda: zs.Local(rates=(1.0, 0.0)),
-        lambda: zs.Nesterov(momentum=1.0),
-        lambda: zs.Adaptive(choices=[zs.EveryStep()]),
-        lambda: zs.Adaptive(choices=[zs.EveryStep(), "local"]),
-    ],
-)
-def test_policies_are_checked_when_made(make: Any) -> None:
-    with pytest.raises(zs.OptionError):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda: zs.Delayed(warmup_steps=-1), r"warmup_steps=-1\): a whole number"),
-        (lambda: zs.Delayed(warmup_steps=True), r"warmup_steps=True\): a whole number"),
-        (
-            lambda: zs.Adaptive(choices=[zs.EveryStep(), zs.Delayed(warmup_steps=2)]),
-            r"warms up, and which choice is in force .* list EveryStep\(\) first",
-        ),
-    ],
-)
-def test_a_warm_up_that_cannot_be_is_refused(make: Any, told: str) -> None:
-    with pytest.raises(zs.OptionError, match=told):
-        make()
-
-
 def first_weights(options: dict[str, Any]) -> dict[str, Tensor]:
     return trained({"stage": 2, "bucket_bytes": 1024, **options})
 
