@@ -49,9 +49,9 @@ class Staged:
 
 
 def next_of(due: Sequence[Job], idle: bool) -> int | None:
-    """Which of the jobs, in the order in which they were launched, the host takes next. Of those whose gradient
-    is there, the one whose weights forward asks for first; of several, or before any forward has asked, the
-    newest.
+    """Which of the jobs, in the order in which they were launched, the host takes next. Of those whose
+    gradient is there, the one whose weights forward asks for first; of several, or before any forward has
+    asked, the newest.
 
     The training thread launches far ahead of the device, so the newest job may be the last to be ready: where
     none is ready, an idle host takes the oldest, which will be first."""
