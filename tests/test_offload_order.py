@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from offload_case import batch, make_model
 import zeroshard as zs
 from zeroshard import host
 from zeroshard.checkpoint import PendingSave, read_manifest
+from zeroshard.checkpoint.staging import Image
 from zeroshard.due import Job, next_of
 from zeroshard.host import HostUpdates
 from zeroshard.native import adam_update
@@ -112,13 +114,18 @@ def test_what_forward_asks_for_first_is_updated_first(monkeypatch: pytest.Monkey
 def test_a_background_save_does_not_wait_for_updates_and_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Any
 ) -> None:
-    gate = threading.Event()
+    gate, copying, fill = threading.Event(), threading.Event(), Image.fill
 
     def update(*given: Any, **more: Any) -> None:
         assert gate.wait(30)
         adam_update(*given, **more)
 
+    def filled(*given: Any) -> None:
+        copying.set()
+        fill(*given)
+
     monkeypatch.setattr(host, "adam_update", update)
+    monkeypatch.setattr(Image, "fill", filled)
     for background in (True, False):
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -137,6 +144,8 @@ def test_a_background_save_does_not_wait_for_updates_and_has_them(
                 if isinstance(saved, PendingSave):
                     begun = [part.done for part in host_parts(run._runtime)]
                     assert not any(done.is_set() for done in begun)
+                    assert copying.wait(30)
+                    time.sleep(0.05)  # in which a copy would be made that does not wait
                     assert not saved.done
                     gate.set()
         run.close()
