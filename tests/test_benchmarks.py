@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / "compare.py"), "--no-rehearsal", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture
