@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from .guard import Reader
 from .native import AdamStep, SgdStep
 from .part import Part, Stretch
 from .tier import Mark, Stage
@@ -17,7 +19,8 @@ from .tier import Mark, Stage
 class Job:
     """An update that is due. `landed`: when its gradient is complete on the device. `taken`: an update with
     this gradient that stands, and is taken back first; then without `stretches` that is all. `held`: the
-    weights that go with the state are those that its part holds back."""
+    weights that go with the state are those that its part holds back. `reader`: still copies the state before
+    it."""
 
     part: Part
     flat: Tensor
@@ -25,6 +28,7 @@ class Job:
     landed: Mark
     taken: list[Stretch] | None = None
     held: bool = False
+    reader: Reader | None = None
 
     def steps(self) -> list[tuple[Stretch, AdamStep | SgdStep | None, AdamStep | SgdStep | None]]:
         """Elements, what is done with them, and what is taken back before. The two differ in the gradient's
@@ -45,6 +49,19 @@ class Staged:
     job: Job
     stage: Stage
     arrived: Mark
+
+
+def next_of(due: Sequence[Job], idle: bool) -> int | None:
+    """Which of the jobs, in the order in which they were launched, the host takes next. Of those whose
+    gradient is there, the one whose weights forward asks for first; of several, or before any forward has
+    asked, the newest.
+
+    The training thread launches far ahead of the device, so the newest job may be the last to be ready: where
+    none is ready, an idle host takes the oldest, which will be first."""
+    ready = bisect_left(due, True, key=lambda job: not job.landed.passed())
+    if ready:
+        return min(range(ready), key=lambda at: (due[at].part.turn, -at))
+    return 0 if idle and due else None
 
 
 class Countdown:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .form import Array, Form
+from .guard import Guarded
 from .landing import HostGradients
 from .native import AdamRows, AdamStep, SgdRows, SgdStep, join, moments8, split
 from .shard import Faces, Param
@@ -97,7 +98,7 @@ class PagedMaster:
 
 
 @dataclass
-class Part:
+class Part(Guarded):
     """One bucket's update: where its gradient, state and weights are, and how far it has come."""
 
     label: str
@@ -122,6 +123,7 @@ class Part:
     free: Mark = field(default_factory=Mark)  # from when on `targets` may be written
     ready: Mark = field(default_factory=Mark)
     done: threading.Event = field(default_factory=threading.Event)
+    turn: int = 0  # as which of all parts forward last asked for its weights
 
     def __post_init__(self) -> None:
         self.done.set()
