@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from .codec import Codec, Compression
 from .errors import OptionError
-from .policy import EveryStep, Sync, check_sync, codec_choices, delays, local_steps
+from .policy import EveryStep, Sync, check_sync, codec_choices, delays, least_exact, local_steps
 from .policy import Numerics as Numerics
 from .routes import Routes, check_compress, check_gather, routes_of
 
@@ -382,8 +382,7 @@ class Options:
     def numerics(self) -> Numerics:
         """The least exact of all that it asks for."""
         asked = [self.precision, self.offload, self.sync, self.gather, *(codec for _, codec in self.compress)]
-        found = {one.numerics for one in asked if one is not None}
-        return "approximate" if "approximate" in found else "rounding" if "rounding" in found else "exact"
+        return least_exact(one.numerics for one in asked if one is not None)
 
     @property
     def shards_state(self) -> bool:
