@@ -46,7 +46,8 @@ class EveryStep:
     @property
     def numerics(self) -> Numerics:
         """The codec's, or of several the least exact one's."""
-        codecs = (codec for _, codec in self.compress) if isinstance(self.compress, tuple) else [self.compress]
+        named = isinstance(self.compress, tuple)
+        codecs = [codec for _, codec in self.compress] if named else [self.compress]
         return least_exact(codec.numerics for codec in codecs if codec is not None)
 
 
