@@ -76,6 +76,22 @@ def test_a_run_holds_its_limit(share: float) -> None:
     assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(1.0)
 
 
+def test_a_segment_that_was_divided_before_stays_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a piece cannot be given back to the driver alone: the run says so, trains, and keeps its limit."""
+    limit = needed(8192) + 256 * MIB
+    large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    del large
+    piece = torch.empty(12 * MIB, dtype=torch.uint8, device="cuda")  # out of the 64 MiB that are free
+    with caplog.at_level(logging.INFO, "zeroshard"):
+        run, step = started(limit, 8192)
+    for _ in range(3):
+        step(8192)
+    assert [record for record in caplog.records if "goes on to divide" in record.getMessage()]
+    assert torch.cuda.max_memory_reserved() <= limit
+    run.close()
+    del piece
+
+
 def test_more_than_the_limit_is_told_with_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
     limit = needed(8192) + 192 * MIB
     run, step = started(limit, 8192)

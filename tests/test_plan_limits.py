@@ -20,6 +20,7 @@ import zeroshard as zs
 from zeroshard.choice import choose
 from zeroshard.errors import OptionError
 from zeroshard.planning import inquire
+from zeroshard.promise import divided
 from zeroshard.testing import assert_bytes, ranks
 
 STEPS = 20
@@ -35,6 +36,15 @@ def test_a_closed_run_holds_nothing_back() -> None:
     del model, optimizer, run
     gc.collect()
     assert [ref() for ref in held] == [None, None, None]
+
+
+def test_pieces_of_large_segments_are_seen() -> None:
+    mib = 1 << 20
+    whole = {"total_size": 64 * mib, "blocks": [{"size": 64 * mib}]}
+    small = {"total_size": 20 * mib, "blocks": [{"size": 4 * mib}, {"size": 16 * mib}]}
+    cut = {"total_size": 64 * mib, "blocks": [{"size": 12 * mib}, {"size": 52 * mib}]}
+    assert divided([whole, small]) == 0
+    assert divided([whole, cut, small, cut]) == 128 * mib
 
 
 def sweep(name: str, stride: int) -> list[tuple[int, str, int, int, str]]:

@@ -79,7 +79,7 @@ CASES = {
     ),
     "13b-clip": Case(
         "13 B, GPU capped at 32 GiB, clipped at 1.0; gradients wait, so more is on the disk", "trains", 580,
-        auto("15GiB", "116GiB", "master=split", ALL, DISK), "13b", ("--steps", "3", *CAP),
+        auto("3GiB", "116GiB", "master=split", ALL, DISK), "13b", ("--steps", "3", *CAP),
     ),
     "20b": Case(
         "20.0 B, whole GPU and host, no disk; a guard on the norm at 8, none is clipped", "trains", 580,

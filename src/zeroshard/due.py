@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,6 +46,19 @@ class Staged:
     job: Job
     stage: Stage
     arrived: Mark
+
+
+def next_of(due: Sequence[Job], idle: bool) -> int | None:
+    """Which of the jobs, in the order in which they were launched, the host takes next. Of those whose
+    gradient is there, the one whose weights forward asks for first; of several, or before any forward has
+    asked, the newest.
+
+    The training thread launches far ahead of the device, so the newest job may be the last to be ready: where
+    none is ready, an idle host takes the oldest, which will be first."""
+    ready = bisect_left(due, True, key=lambda job: not job.landed.passed())
+    if ready:
+        return min(range(ready), key=lambda at: (due[at].part.turn, -at))
+    return 0 if idle and due else None
 
 
 class Countdown:

@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .due import Countdown, Job, Staged
+from .due import Countdown, Job, Staged, next_of
 from .errors import StateError, TierError
 from .native import AdamRows, Team, Workers, adam_update, sgd_update
 from .outlook import Outlook
@@ -43,8 +43,9 @@ BACKLOG = 4  # parts that may wait on the device where no room was planned for a
 class HostUpdates:
     """Runs the parts on worker threads.
 
-    Newest first: what lands last in backward is needed first in the next forward. So the host may fall behind
-    during backward and catch up during forward, and the two together hide it.
+    What forward asks for first comes first: mostly what lands last in backward, and all of the root, which
+    forward begins with. So the host may fall behind during backward and catch up during forward, and the two
+    together hide it.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class HostUpdates:
         self._early = not math.isfinite(clip_norm) or not undo
         self._failure: tuple[str, BaseException] | None = None
         self._due: list[Job] = []
+        self._asked = 0  # parts that forward has asked for since the last step
         self._changed = threading.Condition()
         self._closing = False
         self._busy = threading.Semaphore(AT_ONCE)
@@ -168,16 +170,12 @@ class HostUpdates:
             return staged or bool(self._due)
 
     def _next_due(self, idle: bool) -> Job | None:
-        """The newest job whose gradient is there. The training thread launches far ahead of the device, so
-        the newest job may be the last to be ready: where none is ready, an idle host takes the oldest, which
-        will be first."""
         with self._changed:
-            ready = next((i for i in reversed(range(len(self._due))) if self._due[i].landed.passed()), None)
-            if ready is None and not (idle and self._due):
+            at = next_of(self._due, idle)
+            if at is None:
                 return None
-            job = self._due.pop(ready if ready is not None else 0)
             self._changed.notify_all()
-            return job
+            return self._due.pop(at)
 
     def _stage(self, job: Job, stage: Stage) -> Staged:
         """Send a part's gradient to the host; with a split master its weights too, which are the master's
@@ -286,6 +284,7 @@ class HostUpdates:
             self._let_go(waiting)
         for part in waiting:
             self._count(part)
+        self._asked = 0
         self.go_on()
 
     def _let_go(self, parts: Sequence[Part]) -> None:
@@ -383,8 +382,13 @@ class HostUpdates:
 
     # ------------------------------------------------------------------ forward
 
+    def ask(self, part: Part) -> None:
+        """Forward needs this part's weights now. It most likely will at this turn again."""
+        part.turn, self._asked = self._asked, self._asked + 1
+        self.wait(part)
+
     def wait(self, part: Part) -> None:
-        """The next forward needs this part's weights."""
+        """Let what is launched from here on find this part's weights."""
         while not part.done.wait(0.5):
             self.check()
         self.check()

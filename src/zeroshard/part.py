@@ -122,6 +122,7 @@ class Part:
     free: Mark = field(default_factory=Mark)  # from when on `targets` may be written
     ready: Mark = field(default_factory=Mark)
     done: threading.Event = field(default_factory=threading.Event)
+    turn: int = 0  # as which of all parts forward last asked for its weights
 
     def __post_init__(self) -> None:
         self.done.set()

@@ -31,6 +31,7 @@ from .stats import Stats
 log = logging.getLogger("zeroshard")
 ON_DEVICE = ("parameters", "gradients", "state", "gathered", "buckets")
 ON_HOST = ("host", "staging")
+UNDIVIDED_MIB = 21  # torch takes no less: its allocator cuts pieces of under 10 MiB out of blocks of 20
 OFTEN, SELDOM = 3, 50  # steps: all of the first are looked at, then every so many
 
 
@@ -284,8 +285,27 @@ def _divide_large_blocks(free: bool) -> None:
     if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None:
-        change(f"max_split_size_mb:{1 << 30 if free else 21}")  # at least 21
+    if change is None:
+        return
+    if not free:
+        torch._C._cuda_clearCublasWorkspaces()  # cut out of whatever was free when they were first needed
+        torch.cuda.empty_cache()
+        if large := divided(torch.cuda.memory_snapshot()):
+            log.info(
+                "tensors that were there before shard() divide %s of this GPU's memory, so torch's allocator "
+                "goes on to divide large blocks: some percent of the limit may be lost to gaps.",
+                show_bytes(large),
+            )
+            return
+    change(f"max_split_size_mb:{1 << 30 if free else UNDIVIDED_MIB}")
+
+
+def divided(segments: list[dict[str, Any]]) -> int:
+    """Bytes of large segments that the allocator has cut in pieces. When memory is short it gives free blocks
+    of the undivided size back to the driver, and takes for granted that each is a whole segment: a piece of
+    an older one is an invalid argument there."""
+    large = (s["total_size"] for s in segments if len(s["blocks"]) > 1)
+    return sum(size for size in large if size >= UNDIVIDED_MIB << 20)
 
 
 def _tell(promise: weakref.ref[Promise], device: int, size: int, total: int, free: int) -> None:

@@ -184,7 +184,7 @@ class Runtime:
         if unit.parts and self._host_updates is not None and self._task is None:
             for part in unit.parts:
                 if not part.holding:
-                    self._host_updates.wait(part)
+                    self._host_updates.ask(part)
         for bundle in unit.bundles:
             bundle.gather(self._epoch)
         if self._overlaps:
