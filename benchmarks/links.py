@@ -98,8 +98,11 @@ def check(result: dict[str, object]) -> None:
 def judge_adaptive(rows: dict[str, dict[str, object]]) -> None:
     """Say how far Adaptive is from the fastest fixed system of the table, whether it could choose it or
     not."""
-    valid = {name: row for name, row in rows.items() if name != ADAPTIVE and "INVALID" not in str(row["note"])}
-    fixed = {name: float(str(row["step_ms"])) for name, row in valid.items()}
+    fixed = {
+        name: float(str(row["step_ms"]))
+        for name, row in rows.items()
+        if name != ADAPTIVE and "INVALID" not in str(row["note"])
+    }
     if ADAPTIVE in rows and fixed:
         best_ = min(fixed, key=lambda name: fixed[name])
         times = float(str(rows[ADAPTIVE]["step_ms"])) / fixed[best_]
