@@ -72,7 +72,7 @@ class AdaptivePace(Pace):
         pace = self.paces[number]
         if isinstance(pace, DelayedPace):
             pace.gradients.behind = isinstance(self.policy.choices[number], Delayed)
-        self.gradients, self.apart, self.early = pace.gradients, pace.apart, pace.early
+        self.gradients, self.apart = pace.gradients, pace.apart
         self.label = f"Adaptive: {self.policy.choices[number]!r}"
 
     @property
