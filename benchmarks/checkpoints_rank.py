@@ -161,14 +161,13 @@ def background(bench: Bench, name: str, sync: bool, note: Callable[[str, dict[st
         began = time.perf_counter()
         wait = getattr(bench, f"begin_{name}")(sync)
         held = time.perf_counter() - began
-        runtime = bench.run._runtime
-        reader = runtime.reader
+        if (reader := bench.run._runtime.reader) is not None:
+            copied = reader.copied_of
 
-        def read() -> None:
-            waited[0] = timed(reader) if reader is not None else 0.0
+            def read(owner: Any) -> None:
+                waited[0] += timed(lambda: copied(owner))
 
-        if reader is not None:
-            runtime.reader = read
+            reader.copied_of = read  # type: ignore[method-assign]
         beside = timed(bench.step)
         wait()
     board: list[Any] = [None] * dist.get_world_size()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import models
 import numpy
@@ -20,6 +22,7 @@ from torch import Tensor
 
 import zeroshard as zs
 from zeroshard.checkpoint import PendingSave, Saved
+from zeroshard.checkpoint.staging import Image
 from zeroshard.sync import AdaptivePace
 
 HALF, ROWS = 10, 12  # steps of a half and rows of a batch, unless a function is told otherwise
@@ -100,12 +103,11 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
 }  # fmt: skip
 # Those that stand for the others too; `benchmarks/resume.py` has them all.
 SHORT = [
-    *(f"stage {stage}" for stage in (0, 1, 2, 3)),
-    *("sgd, stage 2", "muon, stage 2", "adafactor, stage 2", "accumulation", "fp16 scaler"),
-    *("host, plain master", "host, split master, clipped", "host, 8-bit moments", "host, momentum"),
+    *("stage 0", "stage 3", "muon, stage 2", "adafactor, stage 2", "accumulation", "fp16 scaler"),
+    *("host, plain master", "host, split master, clipped", "host, momentum"),
     *("host, the optimizer's own step", "disk, split master, clipped", "disk, 8-bit moments"),
     *("auto: device, host and disk", "delayed, stage 3, host", "local, rates", "adaptive"),
-    *("int8 with feedback", "top-k", "changes"),
+    *("top-k", "changes"),
 ]
 
 
@@ -224,6 +226,28 @@ def first(
     if not background:
         cut.note()
     return cut.end({"bytes": saved.bytes})
+
+
+def beside(path: Path, recipe: Recipe, options: dict[str, Any], steps: int = 3) -> tuple[Half, Half]:
+    """Some steps, a blocking save and at once a background one, which copies with random delays while two
+    more steps go on; and the same steps without a save."""
+    cut = Cut(recipe, options)
+    cut.train(0, steps)
+    cut.run.save(path / "blocking", **cut.company)
+    draw, fill = random.Random(cut.rank), Image.fill
+
+    def delayed(*given: Any) -> None:
+        time.sleep(draw.choice((0.0, 0.0, 0.001, 0.006)))
+        fill(*given)
+
+    with patch.object(Image, "fill", delayed):
+        saved = cut.run.save(path / "background", background=True, **cut.company)
+        assert isinstance(saved, PendingSave)
+        cut.train(steps, steps + 2)
+        saved.wait()
+    undisturbed = Cut(recipe, options)
+    undisturbed.train(0, steps + 2)
+    return cut.end(), undisturbed.end()
 
 
 def second(

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from checkpoint_ranks import ThreadPeers, all_good, blank, held, load_as, model,
 
 from zeroshard.checkpoint import Alone, Held, PendingSave, Saved, Saver, Snapshot, latest, load
 from zeroshard.errors import CheckpointError
+from zeroshard.guard import Guarded
 
 pytestmark = pytest.mark.threads
 
@@ -41,7 +44,7 @@ def test_it_returns_at_once_and_takes_the_values_of_that_moment(tmp_path: Path) 
     gate = threading.Event()
     saver = Saver(Alone())
     values = {"step": 1, "list": [1], "ema": torch.zeros(2)}
-    pending = saver.save(tmp_path / "1", Snapshot([gated(gate)], values), background=True, lazy=True)
+    pending = saver.save(tmp_path / "1", Snapshot([gated(gate)], values), background=True)
     assert isinstance(pending, PendingSave)
     assert not pending.done
     with pytest.raises(CheckpointError, match=r"has not finished after 0\.01 s"):
@@ -57,7 +60,7 @@ def test_it_returns_at_once_and_takes_the_values_of_that_moment(tmp_path: Path) 
     assert loaded.values["ema"].tolist() == [0, 0]
 
 
-def test_the_originals_may_change_once_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_originals_may_change_once_they_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves of tensors that change right after; the copy's memory is used again."""
     monkeypatch.setattr("zeroshard.checkpoint.sheets.CHUNK", 100)
     monkeypatch.setattr("zeroshard.checkpoint.sheets.FILE_LIMIT", 3000)
@@ -66,7 +69,9 @@ def test_the_originals_may_change_once_it_returns(tmp_path: Path, monkeypatch: p
     places = set()
     for step in range(4):
         before = {key: tensor.clone() for key, tensor in full.items()}
-        saver.save(tmp_path / "1", Snapshot(held(full)), background=True)
+        pending = saver.save(tmp_path / "1", Snapshot(held(full)), background=True)
+        assert isinstance(pending, PendingSave)
+        pending.copied()
         for tensor in full.values():
             tensor.add_(1)
         places.add(tuple(memory.data_ptr() for memory in saver.staging._memory))
@@ -106,7 +111,7 @@ def test_copied_is_the_moment_from_which_they_may_change(tmp_path: Path) -> None
 
     record = Held("w", "parameter", (4,), "float32", (0, 4), read, lambda start, rows: None)
     saver = Saver(Alone())
-    pending = saver.save(tmp_path / "1", Snapshot([record]), background=True, lazy=True)
+    pending = saver.save(tmp_path / "1", Snapshot([record]), background=True)
     assert isinstance(pending, PendingSave)
     threading.Timer(0.05, gate.set).start()
     pending.copied()
@@ -115,6 +120,59 @@ def test_copied_is_the_moment_from_which_they_may_change(tmp_path: Path) -> None
     target = torch.zeros(4)
     load(tmp_path / "1", Snapshot([Held.of("w", "parameter", target)]), Alone())
     assert target.tolist() == [1, 1, 1, 1]
+
+
+def test_what_an_owner_waits_for_is_copied_first_and_alone(tmp_path: Path) -> None:
+    """And what has no owner comes last."""
+    begun, gates = threading.Event(), {name: threading.Event() for name in "abcd"}
+    order: list[str] = []
+
+    def record(name: str, owner: Guarded | None) -> Held:
+        def read(start: int, stop: int) -> torch.Tensor:
+            begun.set()
+            assert gates[name].wait(30)
+            order.append(name)
+            return torch.ones(stop - start)
+
+        rows = (0, 4)
+        return Held(name, "parameter", (4,), "float32", rows, read, lambda start, rows: None, owner=owner)
+
+    first, second, third = Guarded(), Guarded(), Guarded()
+    records = [record("d", None), record("a", first), record("b", second), record("c", third)]
+    saver = Saver(Alone())
+    pending = saver.save(tmp_path / "1", Snapshot(records), background=True)
+    assert isinstance(pending, PendingSave)
+    for owner in (first, second, third):
+        owner.read_by(pending)
+    assert begun.wait(30)
+    waiting = threading.Thread(target=third.before_change)
+    waiting.start()
+    while not pending._progress.hurried:
+        time.sleep(0.001)
+    gates["a"].set()
+    gates["c"].set()
+    waiting.join(30)
+    assert order == ["a", "c"]
+    first.before_change()
+    third.before_change()
+    assert not pending.done
+    gates["b"].set()
+    gates["d"].set()
+    second.before_change()
+    pending.copied_of(None)
+    assert order == ["a", "c", "b", "d"]
+    pending.wait()
+    pending.copied_of(Guarded())  # of whom nothing is saved
+
+
+def test_a_failed_save_holds_no_owner_up(tmp_path: Path) -> None:
+    owner = Guarded()
+    pending = Saver(Alone()).save(tmp_path / "1", Snapshot([replace(broken(), owner=owner)]), background=True)
+    assert isinstance(pending, PendingSave)
+    owner.read_by(pending)
+    owner.before_change()
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        pending.wait()
 
 
 def test_copies_are_of_this_ranks_share_only(tmp_path: Path) -> None:
@@ -205,7 +263,7 @@ def read(start, stop):
     time.sleep(0.2)
     return torch.ones(stop - start)
 record = Held("w", "parameter", (4,), "float32", (0, 4), read, print)
-Saver(Alone()).save(sys.argv[1], Snapshot([record]), background=True, lazy=True)
+Saver(Alone()).save(sys.argv[1], Snapshot([record]), background=True)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "1"), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True)

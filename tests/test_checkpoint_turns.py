@@ -79,7 +79,7 @@ def test_a_save_hurries_while_it_is_waited_for(tmp_path: Path) -> None:
         return torch.ones(stop - start)
 
     record = Held("w", "parameter", (4,), "float32", (0, 4), read, lambda start, rows: None)
-    pending = Saver(Alone()).save(tmp_path / "1", Snapshot([record]), background=True, lazy=True)
+    pending = Saver(Alone()).save(tmp_path / "1", Snapshot([record]), background=True)
     assert isinstance(pending, PendingSave)
     assert begun.wait(30)
     pending.copied()

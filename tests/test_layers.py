@@ -37,6 +37,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "stats",
         "pool",
         "outlook",
+        "guard",
         "units",
     ),
     (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .guard import Reader
 from .native import AdamStep, SgdStep
 from .part import Part, Stretch
 from .tier import Mark, Stage
@@ -18,7 +19,8 @@ from .tier import Mark, Stage
 class Job:
     """An update that is due. `landed`: when its gradient is complete on the device. `taken`: an update with
     this gradient that stands, and is taken back first; then without `stretches` that is all. `held`: the
-    weights that go with the state are those that its part holds back."""
+    weights that go with the state are those that its part holds back. `reader`: still copies the state before
+    it."""
 
     part: Part
     flat: Tensor
@@ -26,6 +28,7 @@ class Job:
     landed: Mark
     taken: list[Stretch] | None = None
     held: bool = False
+    reader: Reader | None = None
 
     def steps(self) -> list[tuple[Stretch, AdamStep | SgdStep | None, AdamStep | SgdStep | None]]:
         """Elements, what is done with them, and what is taken back before. The two differ in the gradient's

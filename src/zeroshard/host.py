@@ -120,7 +120,7 @@ class HostUpdates:
         part.taken = None if scale is None else part.stretches(scale)
         part.holding = hold
         part.done.clear()
-        job = Job(part, part.flat, part.taken, self.copies.here(), stands, held)
+        job = Job(part, part.flat, part.taken, self.copies.here(), stands, held, part.let_read())
         with self._changed:
             # Gradients that wait on the device take room there; without `undo` none was planned for all of
             # them.
@@ -181,6 +181,8 @@ class HostUpdates:
         """Send a part's gradient to the host; with a split master its weights too, which are the master's
         other half. State that rests on the disk is read meanwhile."""
         part = job.part
+        if job.reader is not None:
+            job.reader.copied_of(part)
         if job.held:
             part.ready.wait_on_host()  # the weights before have left this memory
         part.fetch()

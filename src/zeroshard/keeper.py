@@ -45,13 +45,13 @@ class Keeper:
         self.finish()  # the ranks talk about one save at a time
         runtime, saver = self.runtime, self._saver
         snapshot = snapshot_of(runtime, self.model, company, saver.peers, background)
-        # Forward and backward change no master and no moment, so the copy can be made beside them; but host
-        # updates begin in backward, and so do changes of what a pace or a codec keeps.
-        early = runtime.pace.early or bool(runtime.pace.private())
-        lazy = not early and (runtime.host is None or not runtime.host.parts)
-        pending = saver.save(path, snapshot, keep=keep, background=background, lazy=lazy)
+        pending = saver.save(path, snapshot, keep=keep, background=background)
         if isinstance(pending, PendingSave):
-            runtime.reader = pending.copied
+            # The copy is made beside training, and whoever changes something waits for that.
+            runtime.reader = pending
+            for owner in {id(h.owner): h.owner for h in snapshot.held}.values():
+                if owner is not None:
+                    owner.read_by(pending)
         return pending
 
     def load(self, path: Path, company: Company, strict: bool) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .form import Array, Form
+from .guard import Guarded
 from .landing import HostGradients
 from .native import AdamRows, AdamStep, SgdRows, SgdStep, join, moments8, split
 from .shard import Faces, Param
@@ -97,7 +98,7 @@ class PagedMaster:
 
 
 @dataclass
-class Part:
+class Part(Guarded):
     """One bucket's update: where its gradient, state and weights are, and how far it has come."""
 
     label: str

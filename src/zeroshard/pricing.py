@@ -143,13 +143,12 @@ def _coding(setup: Setup, machine: Machine) -> float:
             moved += _encoded(bucket.codec, numel, machine.gpu) + _decoded(bucket.codec, numel, machine.gpu)
         elif isinstance(bucket.codec, LowRank):  # both factors, the product of them, and what was not sent
             moved += 5 * WIDTHS["float32"] * sum(w.numel for w in bucket.weights)
-    gather = setup.options.gather
     for bundle in setup.bundles:
-        if gather is not None and setup.codes(bundle):
+        if bundle.codec is not None and setup.codes(bundle):
             whole = sum(slot.numel for slot in bundle.slots)
-            moved += _encoded(gather, bundle.body(setup.rank), machine.gpu)
-            gathers = 1 if setup.keeps(bundle) or setup.changes else 2
-            moved += gathers * _decoded(gather, whole, machine.gpu)
+            moved += _encoded(bundle.codec, bundle.body(setup.rank), machine.gpu)
+            gathers = 1 if setup.keeps(bundle) or setup.changes(bundle) else 2
+            moved += gathers * _decoded(bundle.codec, whole, machine.gpu)
     return moved / machine.memory_rate
 
 

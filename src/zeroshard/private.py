@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .guard import Guarded
 from .layout import FlatPack, Pack
 
 # What a rank gets when another number of ranks loads it:
@@ -25,12 +26,13 @@ Join = Literal["mean", "same", "reset"]
 class Private:
     """One tensor, flat. `spans` are (first element, flat view of the memory in use), in order and without
     holes; a load writes into them. `name` (of a parameter) and `key` must say the same at any stage, number
-    of ranks and bucket size."""
+    of ranks and bucket size. `owner`: who changes it."""
 
     name: str
     key: str
     spans: tuple[tuple[int, Tensor], ...]
     join: Join = "mean"
+    owner: Guarded | None = None
 
     @property
     def numel(self) -> int:
@@ -66,11 +68,15 @@ class Private:
             view.zero_()
 
 
-def in_wire(pack: Pack, flat: Tensor, key: str, join: Join = "mean") -> list[Private]:
+def in_wire(
+    pack: Pack, flat: Tensor, key: str, join: Join = "mean", owner: Guarded | None = None
+) -> list[Private]:
     """Records of a tensor laid out as a wire: the pieces of all ranks, this rank's contribution to each."""
     if isinstance(pack, FlatPack):
         places = zip(pack.slots, pack.full_offsets, strict=True)
-        return [Private(s.name, key, ((0, flat[at : at + s.numel]),), join) for s, at in places if s.numel]
+        return [
+            Private(s.name, key, ((0, flat[at : at + s.numel]),), join, owner) for s, at in places if s.numel
+        ]
     found = []
     offsets = [pack.offsets(rank) for rank in range(pack.world)]
     for index, slot in enumerate(pack.slots):
@@ -79,7 +85,7 @@ def in_wire(pack: Pack, flat: Tensor, key: str, join: Join = "mean") -> list[Pri
             at = start + offsets[rank][index]
             spans.append((slot.rows(rank)[0] * slot.row, flat[at : at + slot.held(rank)]))
         if slot.split == "copy" and pack.world > 1:  # a copy in every piece, each with its own past
-            found += [Private(f"{slot.name}#{r}", key, (span,), join) for r, span in enumerate(spans)]
+            found += [Private(f"{slot.name}#{r}", key, (span,), join, owner) for r, span in enumerate(spans)]
         else:
-            found.append(Private(slot.name, key, tuple(s for s in spans if s[1].numel()), join))
+            found.append(Private(slot.name, key, tuple(s for s in spans if s[1].numel()), join, owner))
     return [private for private in found if private.spans and private.numel]

@@ -21,6 +21,7 @@ from torch import Tensor
 from .codec import Codec, Delta
 from .coding import in_words
 from .comm import Transport, Work
+from .guard import Guarded
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
 from .private import Private, in_wire
@@ -120,7 +121,7 @@ class CodedRows:
         return self.pool.take(max(self._bodies), torch.float32, self)
 
 
-class ChangedRows(CodedRows):
+class ChangedRows(CodedRows, Guarded):
     """Codes of what has changed; see `Delta`."""
 
     at_hand = True
@@ -157,6 +158,7 @@ class ChangedRows(CodedRows):
             return
         stage, work = coming
         work.wait()
+        self.before_change()
         for rank, size in enumerate(self._sizes):
             if size:
                 values = self._believed(rank)
@@ -165,6 +167,7 @@ class ChangedRows(CodedRows):
 
     def _settle(self, kind: str, piece: Tensor) -> None:
         """Make what is believed the rows themselves: their bytes, in as many parts as a code has room for."""
+        self.before_change()
         bodies, sizes = self._bodies, self._sizes
         scratch, own = self._take(), self.transport.rank
         raw = scratch[: bodies[own]].copy_(piece[: bodies[own]]).view(torch.uint8)
@@ -194,7 +197,7 @@ class ChangedRows(CodedRows):
 
     def private(self) -> list[Private]:
         """What is believed, for checkpoints: the same on all ranks."""
-        return in_wire(self.pack, self.believed, f"believed, {self.codec!r}", "same")
+        return in_wire(self.pack, self.believed, f"believed, {self.codec!r}", "same", self)
 
 
 def coded_rows(

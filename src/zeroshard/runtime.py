@@ -29,6 +29,7 @@ from .comm import Transport
 from .config import Options
 from .errors import StateError
 from .grad import Gradients, LocalGradients
+from .guard import Reader
 from .host import HostUpdates
 from .layout import Slot
 from .live import LiveUnit
@@ -66,7 +67,7 @@ class Runtime:
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
         self.steps = 0
         self.closed = False
-        self.reader: Callable[[], None] | None = None  # waits for a background save that still copies state
+        self.reader: Reader | None = None  # a background save that may still be copying state
         self._stale = True  # homes are newer than what the leaves hold
         self._rewritten = False  # by someone else than the optimizer
         self._epoch = 0
@@ -319,7 +320,7 @@ class Runtime:
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else nullcontext():
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
-            self.before_change()
+            self.before_change(in_step=True)
             self._settle()
             with self.host.stepped(update.optimizer) if self.host is not None else nullcontext():
                 self.pace.step(update, step)
@@ -361,11 +362,10 @@ class Runtime:
         """Homes were written by someone else than the optimizer."""
         self._stale = self._rewritten = True
 
-    def before_change(self) -> None:
-        """Masters and moments are about to change: whoever is reading them comes first."""
-        reader, self.reader = self.reader, None
-        if reader is not None:
-            reader()
+    def before_change(self, in_step: bool = False) -> None:
+        """State is about to change, in a step but what has an owner: whoever is reading it comes first."""
+        if self.reader is not None:
+            self.reader.copied_of(None) if in_step else self.reader.copied()
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """`zero_grad` also drops what was accumulated without synchronisation, and what is on its way to

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Seat:
 def pace_held(runtime: Runtime, wanted: bool = False) -> list[Held]:
     """What belongs to the policy that keeps the ranks together: gradients to come, outer momentum."""
     kept = runtime.pace.kept(wanted)
-    return [Held.of(k.name, f"sync:{k.key}", k.rows, k.start, k.height) for k in kept]
+    return [Held.of(k.name, f"sync:{k.key}", k.rows, k.start, k.height, k.owner) for k in kept]
 
 
 def private_kind(private: Private, rank: int) -> str:
@@ -90,7 +91,7 @@ def private_held(private: Private, rank: int, share: float | None = None) -> Hel
         private.write(first, values, share)
 
     kind, count, dtype = private_kind(private, rank), private.numel, dtype_name(private.dtype)
-    return Held(private.name, kind, (count,), dtype, (0, count), private.read, write)
+    return Held(private.name, kind, (count,), dtype, (0, count), private.read, write, owner=private.owner)
 
 
 def host_parts(runtime: Runtime) -> list[Part]:
@@ -116,12 +117,13 @@ def seats_of(runtime: Runtime) -> Iterator[Seat]:
 # ---------------------------------------------------------------------- what is held
 
 
-def parameter_held(param: Param, rank: int) -> Held:
-    """The master rows, streamed: where they are split or on the disk, a chunk at a time."""
+def parameter_held(param: Param, rank: int, part: Part | None = None) -> Held:
+    """The master rows, streamed: where they are split or on the disk, a chunk at a time. `part`: who updates
+    them on the host."""
     start, stop = param.slot.rows(rank)
     master, row = param.master, param.slot.row
     if master is None:
-        return Held.of(param.name, "parameter", param.local, start, param.slot.height)
+        return Held.of(param.name, "parameter", param.local, start, param.slot.height, part)
 
     def read(first: int, last: int) -> Tensor:
         flat = master.read((first - start) * row, (last - start) * row)
@@ -131,16 +133,17 @@ def parameter_held(param: Param, rank: int) -> Held:
         with torch.no_grad():
             master.write((first - start) * row, rows.float().reshape(-1).contiguous())
 
-    return Held(param.name, "parameter", param.slot.shape, "float32", (start, stop), read, write)
+    return Held(param.name, "parameter", param.slot.shape, "float32", (start, stop), read, write, owner=part)
 
 
 def state_held(seat: Seat, key: str, tensor: Tensor, rank: int, rows: bool | None = None) -> Held:
     local, slot = Faces.local(tensor), seat.param.slot
+    owner = seat.part if key != "step" else None  # the host's counts change in a step, as any
     if rows is None:
         rows = tuple(local.shape) == slot.local_shape(rank)
     if rows and local.dim():
-        return Held.of(seat.param.name, seat.kind(key), local, slot.rows(rank)[0], slot.height)
-    return Held.of(seat.param.name, seat.kind(key), local)
+        return Held.of(seat.param.name, seat.kind(key), local, slot.rows(rank)[0], slot.height, owner)
+    return Held.of(seat.param.name, seat.kind(key), local, owner=owner)
 
 
 def coded_held(seat: Seat, part: Part, number: int, rank: int) -> Held:
@@ -156,10 +159,12 @@ def coded_held(seat: Seat, part: Part, number: int, rank: int) -> Held:
         wide = decode(first_codes, second_codes, scales)[number][low - begin : high - begin]
         return wide.view(last - first, *slot.shape[1:]) if slot.shape else wide.view(())
 
-    def write(first: int, rows: Tensor) -> None:
-        raise AssertionError("8-bit moments are encoded a part at a time")
+    kind = seat.kind(key)
+    return Held(seat.param.name, kind, slot.shape, "float32", (start, stop), read, _unwritten, owner=part)
 
-    return Held(seat.param.name, seat.kind(key), slot.shape, "float32", (start, stop), read, write)
+
+def _unwritten(first: int, rows: Tensor) -> None:
+    raise AssertionError("8-bit moments are encoded a part at a time")
 
 
 def paged_held(seat: Seat, part: Part, key: str, rank: int) -> Held:
@@ -174,7 +179,8 @@ def paged_held(seat: Seat, part: Part, key: str, rank: int) -> Held:
     def write(first: int, rows: Tensor) -> None:
         part.write(name, at + (first - start) * slot.row, rows.float().cpu().reshape(-1))
 
-    return Held(seat.param.name, seat.kind(key), slot.shape, "float32", (start, stop), read, write)
+    kind = seat.kind(key)
+    return Held(seat.param.name, kind, slot.shape, "float32", (start, stop), read, write, owner=part)
 
 
 def codes_of(part: Part, rank: int) -> dict[str, Any]:
@@ -184,7 +190,13 @@ def codes_of(part: Part, rank: int) -> dict[str, Any]:
         [p.name, at, list(p.slot.rows(rank))] for p, (at, _) in zip(part.params, part.spans, strict=True)
     ]
     ends = {"exp_avg": part.numel, "exp_avg_sq": part.numel, "scales": scale_count(part.numel)}
-    return {"where": where, "codes": [part.read(name, 0, end) for name, end in ends.items()]}
+    return {"where": where, "codes": [array_held(part, name, end) for name, end in ends.items()]}
+
+
+def array_held(part: Part, name: str, end: int) -> Held:
+    """One array of a part's state, flat, wherever it rests."""
+    dtype = dtype_name(part.form.dtypes()[name])
+    return Held("", "", (end,), dtype, (0, end), partial(part.read, name), _unwritten, owner=part)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -208,7 +220,8 @@ def snapshot_of(
     if runtime.transport.max([float(problem is not None)])[0]:
         refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))
     runtime.settle()
-    held = [parameter_held(p, rank) for p in runtime.params] + pace_held(runtime)
+    parts = {id(p): part for part in host_parts(runtime) for p in part.params}
+    held = [parameter_held(p, rank, parts.get(id(p))) for p in runtime.params] + pace_held(runtime)
     held += [private_held(private, rank) for private in runtime.pace.private()]
     for seat in seats:
         if not seat.untouched:
@@ -219,11 +232,10 @@ def snapshot_of(
             elif seat.part is not None and not seat.part.visible:
                 held += [paged_held(seat, seat.part, key, rank) for key in seat.part.moments]
     buffers = buffers_of(model)
+    if background:  # forward changes buffers, and the save reads while it runs
+        buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     if rank == 0:  # ranks' batch statistics drift apart between broadcasts: rank 0's are the model's
-        # Forward changes buffers, and a background save reads while it runs.
-        held += [
-            Held.of(name, "buffer", b.detach().clone() if background else b) for name, b in buffers.items()
-        ]
+        held += [Held.of(name, "buffer", buffer) for name, buffer in buffers.items()]
     own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers

@@ -102,6 +102,7 @@ class CodedBucket(Bucket):
     @torch.no_grad()
     def fill(self, hold: bool = False) -> None:
         """Copy the gradients of the leaves to the desk, let them go, and encode every piece."""
+        self.before_change()  # of what the codec keeps; also by later rounds
         super().fill()
         if self._holes:
             torch._foreach_zero_(self._holes)
@@ -162,11 +163,11 @@ class CodedBucket(Bucket):
         records = [
             private
             for name, tensor in self.state.items()
-            for private in in_wire(self.pack, tensor, key(name))
+            for private in in_wire(self.pack, tensor, key(name), owner=self)
         ]
         if self.rounds:
             records += [
-                Private(f"(sum of {self.label}, {tensor.numel()})", key(name), ((0, tensor),), "reset")
+                Private(f"(sum of {self.label}, {tensor.numel()})", key(name), ((0, tensor),), "reset", self)
                 for name, tensor in self._again.items()
                 if tensor.numel()
             ]

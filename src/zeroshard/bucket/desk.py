@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ..codec import Cast, Codec, Compression, Int4, Int8, Rows
+from ..guard import Guarded
 from ..pool import Ledger
 from ..private import Private
 
 EVERY = 16
 
 
-class Desk:
+class Desk(Guarded):
     """See the module's docstring. `turns` counts reduced backward passes; codecs warm up and draw by it."""
 
     def __init__(
@@ -47,6 +48,7 @@ class Desk:
 
     def over(self) -> None:
         """A reduced backward pass has ended."""
+        self.before_change()
         self.turns += 1
 
     def seed(self, bucket: int, source: int, target: int) -> int:
@@ -57,7 +59,7 @@ class Desk:
         """Where codecs warm up, draw or keep something: from which turn they go on."""
         if not self._remembers:
             return []
-        return [Private(f"({self._label})", "turns", ((0, self.turns),), "same")]
+        return [Private(f"({self._label})", "turns", ((0, self.turns),), "same", self)]
 
     # ------------------------------------------------------------------ see [Note: what is measured]
 

@@ -99,6 +99,7 @@ class LowRankBucket(Bucket):
 
     @torch.no_grad()
     def fill(self, hold: bool = False) -> None:
+        self.before_change()  # of residuals and bases; also by later rounds
         grads = []
         for param in self.params:
             grads.append(param.leaf.grad)
@@ -156,9 +157,11 @@ class LowRankBucket(Bucket):
         found = []
         for param, state in zip(self.params, self.states, strict=True):
             found.append(
-                Private(param.name, f"residual of {self.codec!r}", ((0, state["residual"]),), "mean")
+                Private(param.name, f"residual of {self.codec!r}", ((0, state["residual"]),), "mean", self)
             )
-            found.append(Private(param.name, f"basis of {self.codec!r}", ((0, state["basis"]),), "same"))
+            found.append(
+                Private(param.name, f"basis of {self.codec!r}", ((0, state["basis"]),), "same", self)
+            )
         return found
 
     # ------------------------------------------------------------------ where it lands

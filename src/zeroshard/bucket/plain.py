@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Region, Transport, Work
+from ..guard import Guarded
 from ..layout import FlatPack, Pack
 from ..native import Moves
 from ..pool import Ledger
@@ -60,7 +61,7 @@ class EarlySink(ABC):
 _grad, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
 
-class Bucket:
+class Bucket(Guarded):
     """Gradients that are reduced together. With a `sink` they go there; without, `home.grad` shows them."""
 
     sink: Sink | None = None

@@ -3,8 +3,8 @@ here imports it.
 
 A checkpoint is a folder of safetensors files and a manifest, and it exists if and only if its manifest does.
 
-Who is imported by whom: `elements`, `wording`, `plainjson`, `disk` → `records`, `ranges`, `values`,
-`blocks` → `tensorfile` → `manifest` → `claim` → `shelf` → `reader`, `agree` → `saving`, `loading`,
+Who is imported by whom: `elements`, `wording`, `plainjson`, `disk`, `progress` → `records`, `ranges`,
+`values`, `blocks` → `tensorfile` → `manifest` → `claim` → `shelf` → `reader`, `agree` → `saving`, `loading`,
 `verifying`, `exporting` → `staging`, `background`, `distcp`, `sources`.
 """
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 
+from zeroshard.checkpoint.progress import Progress
 from zeroshard.checkpoint.records import Peers, Saved, Snapshot
 from zeroshard.checkpoint.saving import Drawn, Job
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.turns import beside
 from zeroshard.errors import CheckpointError, ZeroShardError
+from zeroshard.guard import Guarded
 
 log = logging.getLogger("zeroshard")
 
@@ -24,22 +23,21 @@ class PendingSave:
 
     def __init__(self, job: Job, staging: Staging, writer: ThreadPoolExecutor) -> None:
         self.path: Path = job.target
-        self._copied = threading.Event()
-        self._waiting = 0  # callers that stand still until it is copied, or done
+        self._progress = Progress()
         self._saved: Saved | None = None
         self._error: Exception | None = None
         self._ended = writer.submit(self._run, job, staging)
 
     def _run(self, job: Job, staging: Staging) -> None:
         try:
-            with beside(lambda: self._waiting > 0):
-                job.stage(staging, self._copied.set)
+            with beside(lambda: self._progress.hurried):
+                job.stage(staging, self._progress)
                 self._saved = job.run()
         except Exception as error:  # kept for wait(); a thread has nobody to raise to
             self._error = error
             log.error("the background save to %s failed: %s", self.path, error)
         finally:
-            self._copied.set()
+            self._progress.end()
 
     @property
     def done(self) -> bool:
@@ -52,20 +50,15 @@ class PendingSave:
 
     def copied(self) -> None:
         """Return once all that is saved has been copied, so that it may change. Call it before an update."""
-        with self._hurried():
-            self._copied.wait()
+        self._progress.wait()
 
-    @contextmanager
-    def _hurried(self) -> Iterator[None]:
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
+    def copied_of(self, owner: Guarded | None) -> None:
+        """Return once all that `owner` changes has been copied; it is copied next."""
+        self._progress.wait_of(owner)
 
     def wait(self, timeout: float | None = None) -> Saved:
         """The finished save, or its error."""
-        with self._hurried():
+        with self._progress.hurry():
             ended = wait([self._ended], timeout).done
         if not ended:
             raise CheckpointError(
@@ -103,13 +96,11 @@ class Saver:
         *,
         keep: int | None = None,
         background: bool = False,
-        lazy: bool = False,
     ) -> Saved | PendingSave:
-        """Save now; or, with `background`, copy what this rank will write, and write the copy in a thread.
+        """Save now; or, with `background`, copy what this rank will write, and write the copy, in a thread.
 
-        With `lazy` the copy is made by the thread too: nothing is held up, and the caller promises to call
-        `PendingSave.copied` before it changes anything of what is saved. Forward and backward change nothing;
-        an optimizer's step does.
+        The caller promises to call `PendingSave.copied` before it changes anything of what is saved, or
+        `copied_of` before it changes what is of one owner.
         """
         failure = self._settle()
         job = Job(path, snapshot, self.peers, keep, background, self._drawn)
@@ -118,8 +109,6 @@ class Saver:
             return job.run()
         self.staging.bridge.begin()
         self.pending = PendingSave(job, self.staging, self._writer)
-        if not lazy:
-            self.pending.copied()
         return self.pending
 
     def wait(self) -> Saved | None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.checkpoint.elements import dtype_name, height, row_bytes
+from zeroshard.guard import Guarded
 
 # Bytes that move at once: what bounds memory while saving and loading (or one row, where a row is more).
 CHUNK = 16 << 20
@@ -40,6 +41,7 @@ class Held:
     memory, of `dtype`) and must have copied them when it returns. Both take row numbers of the whole tensor,
     and are called by one thread at a time. `place` is the memory of the rows themselves where they rest in
     host memory as they are stored: then loading reads straight into it, and calls `write` for the rest only.
+    `owner` is who changes them other than in an optimizer's step, and waits for a background save before.
     """
 
     name: str
@@ -50,9 +52,18 @@ class Held:
     read: Callable[[int, int], torch.Tensor]
     write: Callable[[int, torch.Tensor], None]
     place: torch.Tensor | None = None
+    owner: Guarded | None = None
 
     @classmethod
-    def of(cls, name: str, kind: str, local: torch.Tensor, start: int = 0, total: int | None = None) -> Held:
+    def of(
+        cls,
+        name: str,
+        kind: str,
+        local: torch.Tensor,
+        start: int = 0,
+        total: int | None = None,
+        owner: Guarded | None = None,
+    ) -> Held:
         """Rows in memory: `local` is rows [start, start + len(local)) of a tensor with `total` rows."""
         count = local.shape[0] if local.dim() else 1
         shape = (total if total is not None else count, *local.shape[1:]) if local.dim() else ()
@@ -68,7 +79,7 @@ class Held:
         plain = local.device.type == "cpu" and local.is_contiguous() and bool(local.dim())
         place = local.detach() if plain else None
         rows = (start, start + count)
-        return cls(name, kind, tuple(shape), dtype_name(local.dtype), rows, read, write, place)
+        return cls(name, kind, tuple(shape), dtype_name(local.dtype), rows, read, write, place, owner)
 
     @property
     def height(self) -> int:
@@ -84,8 +95,10 @@ class Snapshot:
     """All that one rank wants saved, or wants loaded into.
 
     `values` is plain data (see `values.py`) and is the same on every rank: rank 0's is stored. `own` is this
-    rank's alone; it comes back to the rank of that number. Tensors may stand anywhere in either. `parts` are
-    values, by key and name, of which ranks may hold different ones: joined, they are stored among the values.
+    rank's alone; it comes back to the rank of that number. Tensors may stand anywhere in either, and in `own`
+    also records of them, without a name. A background save copies tensors among the values at once, those
+    among the own like all that is held. `parts` are values, by key and name, of which ranks may hold
+    different ones: joined, they are stored among the values.
     """
 
     held: Sequence[Held]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +23,7 @@ from zeroshard.checkpoint.agree import AgreedError, on_first, together
 from zeroshard.checkpoint.blocks import Lanes
 from zeroshard.checkpoint.elements import as_bytes, height, row_bytes
 from zeroshard.checkpoint.manifest import NAME, Entry, Head, Manifest, RankFile, Span, encode
+from zeroshard.checkpoint.progress import Progress
 from zeroshard.checkpoint.ranges import (
     Described,
     Task,
@@ -115,17 +116,17 @@ class Job:
 
     def _take_values(self, snapshot: Snapshot, copy: bool) -> None:
         self.values, shared = pack(snapshot.values if self.peers.rank == 0 else {}, copy)
-        self.own, private = pack(snapshot.own, copy)
+        self.own, private = pack(snapshot.own)
         self.parts, _ = pack(snapshot.parts)
-        self.held += [Held.of(name, "value", tensor) for name, tensor in shared.items()]
-        self.held += [Held.of(name, f"own:{self.peers.rank}", tensor) for name, tensor in private.items()]
+        self.held += [_held(tensor, name, "value") for name, tensor in shared.items()]
+        self.held += [_held(tensor, name, f"own:{self.peers.rank}") for name, tensor in private.items()]
 
-    def stage(self, staging: Staging, copied: Callable[[], None]) -> None:
-        """Copy this rank's share, so that the originals may change before `run` is through; from the call of
-        `copied` on."""
+    def stage(self, staging: Staging, progress: Progress) -> None:
+        """Copy this rank's share, so that the originals may change before `run` is through: each when
+        `progress` says so."""
         try:
             self._agree()
-            together(self.peers, "copying", lambda: self._copy(staging, copied))
+            together(self.peers, "copying", lambda: self._copy(staging, progress))
         except AgreedError as error:
             raise self._reported(error) from error
 
@@ -174,9 +175,9 @@ class Job:
             "parts": self.parts,
         }
 
-    def _copy(self, staging: Staging, copied: Callable[[], None]) -> None:
-        self._images = staging.copy(self.held, self._drawn.sheets(self.held, self.peers.rank))
-        copied()
+    def _copy(self, staging: Staging, progress: Progress) -> None:
+        self._images = staging.copy(self.held, self._drawn.sheets(self.held, self.peers.rank), progress)
+        progress.end()
 
     def _begin(self, tensors: Sequence[Described]) -> str:
         """Rank 0: take the path, and see that there is room before anyone writes."""
@@ -302,6 +303,13 @@ def versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from a source tree
         ours = "unknown"
     return {"zeroshard": ours, "torch": str(torch.__version__)}
+
+
+def _held(tensor: torch.Tensor | Held, name: str, kind: str) -> Held:
+    """A tensor that stood among values, or the record of one."""
+    if isinstance(tensor, Held):
+        return replace(tensor, name=name, kind=kind)
+    return Held.of(name, kind, tensor)
 
 
 def _step(value: Any) -> int | None:

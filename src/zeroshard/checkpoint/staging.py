@@ -19,6 +19,7 @@ from zeroshard.checkpoint import disk
 from zeroshard.checkpoint.blocks import Lanes
 from zeroshard.checkpoint.bridge import Bridge
 from zeroshard.checkpoint.elements import byte_view
+from zeroshard.checkpoint.progress import Progress
 from zeroshard.checkpoint.records import Held
 from zeroshard.checkpoint.sheets import Sheet, chunks
 from zeroshard.checkpoint.turns import gently
@@ -32,20 +33,20 @@ class Image:
     def __init__(self, sheet: Sheet, memory: torch.Tensor) -> None:
         self.sheet = sheet
         self._view = byte_view(memory)
-        self._spans: list[list[Any]] = []
+        self._view[: len(sheet.header)] = sheet.header
+        self._spans: list[list[Any]] = [[] for _ in sheet.tasks]
 
-    def fill(self, held: Sequence[Held], lanes: Lanes, bridge: Bridge) -> None:
-        """Copy the rows, and sum them on the way."""
-        self._view[: len(self.sheet.header)] = self.sheet.header
-        for task, spot in gently(zip(self.sheet.tasks, self.sheet.spots, strict=True)):
-            at, sums = spot.offset, bytearray()
-            for rows, block in chunks(held[task.index], task):
-                data = bridge.bytes_of(rows)
-                blocks = [(at + i, data[i : i + block]) for i in range(0, len(data), block)]
-                for found in lanes.map(self._put, blocks):
-                    sums += found.to_bytes(4, "big")
-                at += len(data)
-            self._spans.append([task.index, task.start, task.stop, spot.offset, sums.hex()])
+    def fill(self, number: int, held: Sequence[Held], lanes: Lanes, bridge: Bridge) -> None:
+        """Copy the rows of one task, and sum them on the way."""
+        task, spot = self.sheet.tasks[number], self.sheet.spots[number]
+        at, sums = spot.offset, bytearray()
+        for rows, block in chunks(held[task.index], task):
+            data = bridge.bytes_of(rows)
+            blocks = [(at + i, data[i : i + block]) for i in range(0, len(data), block)]
+            for found in lanes.map(self._put, blocks):
+                sums += found.to_bytes(4, "big")
+            at += len(data)
+        self._spans[number] = [task.index, task.start, task.stop, spot.offset, sums.hex()]
 
     def _put(self, block: tuple[int, memoryview]) -> int:
         at, data = block
@@ -72,14 +73,20 @@ class Staging:
     def bytes(self) -> int:
         return sum(memory.nbytes for memory in self._memory)
 
-    def copy(self, held: Sequence[Held], sheets: Sequence[Sheet]) -> list[Image]:
-        """The files of `sheets`, filled; when it returns, the originals may change."""
+    def copy(self, held: Sequence[Held], sheets: Sequence[Sheet], progress: Progress) -> list[Image]:
+        """The files of `sheets`, filled; when it returns, all originals may change, and before that those
+        whose owners `progress` lets go."""
         sizes = [-(-sheet.bytes // disk.PAGE) * disk.PAGE for sheet in sheets]
         if sizes != [memory.nbytes for memory in self._memory]:
             self._memory.clear()
             self._memory += [allocate(size, [torch.uint8])[0] for size in sizes]
         images = [Image(sheet, memory) for sheet, memory in zip(sheets, self._memory, strict=True)]
+        jobs = (
+            (held[task.index].owner, (image, number))
+            for image in images
+            for number, task in enumerate(image.sheet.tasks)
+        )
         with Lanes() as lanes, self.bridge.crossing():
-            for image in images:
-                image.fill(held, lanes, self.bridge)
+            for image, number in gently(progress.take_turns(jobs)):
+                image.fill(number, held, lanes, self.bridge)
         return images

@@ -15,22 +15,24 @@ from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.records import Held
 from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
 
 DEEPEST = 64  # levels of nesting: no honest value needs more, and recursion stays far from Python's limit
 
 
-def pack(tree: Mapping[str, Any], copy: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
-    """JSON data for `tree`, and its tensors by the name under which the data refers to them.
+def pack(tree: Mapping[str, Any], copy: bool = False) -> tuple[Any, dict[str, torch.Tensor | Held]]:
+    """JSON data for `tree`, and its tensors, and records of such, by the name under which the data refers to
+    them.
 
     With `copy` the tensors are copied, for a save that goes on while the caller changes them.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Held] = {}
     return _pack(dict(tree), "", tensors, copy), tensors
 
 
-def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor], copy: bool) -> Any:
+def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor | Held], copy: bool) -> Any:
     if place.count("\0") > DEEPEST:
         raise CheckpointError(
             f"{_where(place)} is nested deeper than {DEEPEST} levels; or it contains itself."
@@ -41,10 +43,12 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor], copy: bool) 
         return value if abs(value) < 1 << 63 else {"$int": hex(value)}
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | Held):
         name = place.replace("\0", ".").strip(".") or "value"
         name = name if name not in tensors else f"{name}#{len(tensors)}"
-        tensors[name] = value.detach().clone() if copy else value.detach()
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone() if copy else value.detach()
+        tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode("ascii")}
@@ -70,7 +74,9 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor], copy: bool) 
     )
 
 
-def _pack_items(items: Sequence[Any], place: str, tensors: dict[str, torch.Tensor], copy: bool) -> list[Any]:
+def _pack_items(
+    items: Sequence[Any], place: str, tensors: dict[str, torch.Tensor | Held], copy: bool
+) -> list[Any]:
     # States of random generators are thousands of integers, and training waits for them.
     if set(map(type, items)) == {int} and min(items) > -(1 << 63) and max(items) < 1 << 63:
         return [*items]

@@ -28,6 +28,7 @@ from ..comm import Transport, Work
 from ..comm.transport import Done
 from ..errors import StateError
 from ..grad import Gradients, LocalBucket, LocalGradients
+from ..guard import Guarded
 from ..policy import Delayed
 from ..pool import Ledger
 from ..shard import Faces, Param
@@ -84,6 +85,7 @@ class DelayedGradients(Gradients):
         self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
+        bucket.before_change()  # of what is coming
         shown = bucket.landed
         if not isinstance(bucket, WholeBucket):
             bucket.landed = self._coming[bucket.index]
@@ -175,6 +177,10 @@ class DelayedGradients(Gradients):
             found += [(p, r) for p, r, u in zip(bucket.params, rows, used, strict=True) if u or every]
         return found
 
+    def owner_of(self, param: Param) -> Guarded:
+        """Who replaces the gradient of `param` that is under way."""
+        return self.bucket_of[param]
+
     def expect(self, names: set[str]) -> None:
         """The named gradients have been loaded into `coming`."""
         self._due.clear()
@@ -207,7 +213,7 @@ class _OneBehind:
             self.sink(*held)
 
 
-class DelayedLocalGradients(LocalGradients):
+class DelayedLocalGradients(LocalGradients, Guarded):
     """One rank: what would have been reduced is held back instead, so that the numbers are those of many."""
 
     def __init__(
@@ -253,6 +259,7 @@ class DelayedLocalGradients(LocalGradients):
 
     def finish(self) -> None:
         super().finish()
+        self.before_change()  # what was held back is shown, and then anybody's to change
         if not self._behind and self._held:  # no longer behind: averaged, as above
             for param, grad in self._held.items():
                 self._new[param] = grad.add_(self._new[param]).mul_(0.5) if param in self._new else grad
@@ -285,6 +292,9 @@ class DelayedLocalGradients(LocalGradients):
                     self._held[param] = torch.zeros_like(param.home, dtype=dtype, requires_grad=False)
         return list(self._held.items())
 
+    def owner_of(self, param: Param) -> Guarded:
+        return self
+
     def expect(self, names: set[str]) -> None:
         self._held = {p: grad for p, grad in self._held.items() if p.name in names}
 
@@ -301,7 +311,6 @@ class DelayedLocalGradients(LocalGradients):
 class DelayedPace(Pace):
     """`Delayed`, and where it is one of several choices also `EveryStep` on the same buckets."""
 
-    early = True  # the gradients under way are replaced bucket by bucket
     gradients: DelayedGradients | DelayedLocalGradients
 
     def __init__(
@@ -348,9 +357,10 @@ class DelayedPace(Pace):
     # ------------------------------------------------------------------ checkpoints
 
     def kept(self, wanted: bool = False) -> list[Kept]:
+        gradients, rank = self.gradients, self.rank
         return [
-            Kept(p.name, "delayed", rows, p.slot.rows(self.rank)[0], p.slot.height)
-            for p, rows in self.gradients.coming(wanted)
+            Kept(p.name, "delayed", rows, p.slot.rows(rank)[0], p.slot.height, gradients.owner_of(p))
+            for p, rows in gradients.coming(wanted)
         ]
 
     def values(self) -> dict[str, Any]:

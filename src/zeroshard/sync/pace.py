@@ -9,26 +9,28 @@ from typing import Any
 from torch import Tensor
 
 from ..grad import Gradients, LocalGradients
+from ..guard import Guarded
 from ..private import Private
 from ..step import Update
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Rows of a parameter that belong to a pace and go into checkpoints under `key`."""
+    """Rows of a parameter that belong to a pace and go into checkpoints under `key`. `owner`: who changes
+    them other than in a step."""
 
     name: str
     key: str
     rows: Tensor
     start: int
     height: int
+    owner: Guarded | None = None
 
 
 class Pace:
     """One policy at work. `runtime` calls it; what it does here is `EveryStep`."""
 
     label = "EveryStep()"
-    early = False  # what it keeps changes during backward, not only in an update
     begun = False  # the host has begun with the next update, before the backward of its step
     apart = False  # ranks train apart: nobody reads this rank's rows between meetings
 
