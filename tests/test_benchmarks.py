@@ -289,7 +289,9 @@ def test_rows_measured_again_stand_in_place_of_the_old_ones(links: ModuleType) -
     def row(step_ms: float, note: str = "") -> dict[str, object]:
         return {"step_ms": step_ms, "losses": [1.0], "sent": 0.0, "waited": 0.0, "note": note}
 
-    rows = {name: row(50.0 + n) for n, name in enumerate(("ddp", *links.CHOICES))}
+    rows = {name: row(50.0 + n) for n, name in enumerate(("zs-0-local32", "ddp", "zs-0"))}
+    rows["zs-1"] = row(1.0)  # another model: it counts for nothing
+    rows["zs-1"]["losses"] = [2.0]
     result = {
         "rows": {**rows, links.ADAPTIVE: row(90.0, "settled on that")},
         "problem": "",
@@ -300,10 +302,10 @@ def test_rows_measured_again_stand_in_place_of_the_old_ones(links: ModuleType) -
     newer = {"rows": {links.ADAPTIVE: row(53.0, "settled on this")}, "problem": "", "load_average": 0.2}
     again = links.replace_rows(result, newer, "abc")
     links.check(again)
-    assert again["rows"][links.ADAPTIVE]["note"] == f"1.04 x {links.CHOICES[0]}; settled on this"
+    assert again["rows"][links.ADAPTIVE]["note"] == "1.06 x zs-0-local32; settled on this"
     assert {name: again["rows"][name] for name in rows} == rows
     assert not links.missed(again)
     assert again["again"] == [{"rows": [links.ADAPTIVE], "commit": "abc", "load": 0.2}]
     links.check(again)
-    assert again["rows"][links.ADAPTIVE]["note"] == f"1.04 x {links.CHOICES[0]}; settled on this", "said once"
+    assert again["rows"][links.ADAPTIVE]["note"] == "1.06 x zs-0-local32; settled on this", "said once"
     assert links.replace_rows(result, {**newer, "problem": "not done"}, "abc") is result

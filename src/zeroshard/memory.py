@@ -237,7 +237,7 @@ def gathered(setup: Setup) -> int:
         if setup.codes(bundle):
             ranks = range(setup.world)
             stage = sum(setup.code_bytes(bundle, r) for r in ranks)
-            if setup.changes:
+            if setup.changes(bundle):
                 changes.append(stage)
             else:
                 stages[bundle.unit][stage, "uint8"] += 1
