@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from results import Row
+from results import OTHER, Paired, Row
 
 Metric = Literal["step_ms", "startup_s"]
 
@@ -63,6 +63,8 @@ def bars_for(model: str, systems: list[str]) -> tuple[Bar, ...]:
     Many small parameters are judged on the cost per parameter, the GPTs on all else.
     """
     bars = SMALL_BARS if model.startswith("small") else GPT_BARS
+    both = [name for name in systems if f"{name}{OTHER}" in systems]
+    bars += tuple(Bar(name, 1.0, (f"{name}{OTHER}",), goal=True) for name in both)
     return tuple(bar for bar in bars if bar.subject in systems)
 
 
@@ -74,29 +76,37 @@ def _median(row: Row | None, metric: Metric) -> float | None:
     return None if spread is None else spread.median
 
 
-def judge(bars: tuple[Bar, ...], rows: list[Row]) -> list[Verdict]:
-    """One verdict per bar, with a note of every reference that could not take part."""
+def ratio_to(
+    rows: list[Row], system: str, reference: str, metric: Metric = "step_ms", paired: Paired | None = None
+) -> float | None:
+    """One system's number over that of another, where both are valid; of systems that took turns, the median
+    of the ratios of their steps within a round."""
+    by_name = {row.system: row for row in rows}
+    mine, other = _median(by_name.get(system), metric), _median(by_name.get(reference), metric)
+    if mine is None or other is None:
+        return None
+    if paired and metric == "step_ms":
+        found = paired.ratio(system, reference)
+        return None if found is None else found.median
+    return mine / other
+
+
+def judge(bars: tuple[Bar, ...], rows: list[Row], paired: Paired | None = None) -> list[Verdict]:
+    """One verdict per bar, against its best reference, with a note of those that could not take part."""
     by_name = {row.system: row for row in rows}
     verdicts = []
     for bar in bars:
-        mine = _median(by_name.get(bar.subject), bar.metric)
-        others = {name: _median(by_name.get(name), bar.metric) for name in bar.references}
-        absent = [name for name, value in others.items() if value is None]
-        valid = [value for value in others.values() if value is not None]
-        note = f"without {', '.join(absent)}" if absent else ""
-        if mine is None:
+        ratios = {name: ratio_to(rows, bar.subject, name, bar.metric, paired) for name in bar.references}
+        absent = [name for name, value in ratios.items() if value is None]
+        valid = {name: value for name, value in ratios.items() if value is not None}
+        notes = [f"without {', '.join(absent)}"] if absent else []
+        if _median(by_name.get(bar.subject), bar.metric) is None:
             verdicts.append(Verdict(bar, None, False, f"{bar.subject} has no valid number"))
         elif not valid:
-            verdicts.append(Verdict(bar, None, False, note))
+            verdicts.append(Verdict(bar, None, False, ", ".join(notes)))
         else:
-            ratio = mine / min(valid)
-            verdicts.append(Verdict(bar, ratio, ratio <= bar.factor, note))
+            best = max(valid, key=lambda name: valid[name])
+            if paired and bar.metric == "step_ms" and (found := paired.ratio(bar.subject, best)):
+                notes.insert(0, f"{best}, quartiles {found.low:.2f}-{found.high:.2f}")
+            verdicts.append(Verdict(bar, valid[best], valid[best] <= bar.factor, ", ".join(notes)))
     return verdicts
-
-
-def ratio_to(rows: list[Row], system: str, reference: str) -> float | None:
-    """Step time of one system over that of another, where both are valid."""
-    by_name = {row.system: row for row in rows}
-    mine = _median(by_name.get(system), "step_ms")
-    other = _median(by_name.get(reference), "step_ms")
-    return None if mine is None or other is None else mine / other

@@ -4,114 +4,38 @@
 
 Each repeat starts every system once, in rotated order, in a fresh pair of processes: a slow minute of the
 machine then falls on different systems in different repeats, and none holds memory while another is timed.
+With `--turns` all stay alive and take turns every few steps; see `turns`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 from bars import bars_for, judge
 from models import WORKLOADS
+from pairs import HERE, WARMUP, WORLD, Pair
 from provenance import commit, hardware, version
-from rank import Assignment
 from report import Comparison, show, write
-from results import Run, control_gap, summarise
+from results import OTHER, Paired, Run, control_gap, summarise
 from rich.console import Console
 from systems import SYSTEMS, why_missing
-from torch import distributed as dist
+from turns import Turns, at_once, groups, room
 
-HERE = Path(__file__).resolve().parent
-WORLD = 2
-WARMUP = 3
-GRACE_S = 10.0
-POLL_S = 0.05
 LOG_WIDTH = 140
 KERNELS = "src/zeroshard/native/_kernels*.so"
 
 
-def environment(rank: int) -> dict[str, str]:
-    """What `torchrun` would announce, one thread, and this checkout first on the path.
-
-    Bytecode may be written: the peers have theirs since they were installed, and a checkout gets it from its
-    rehearsal. Where it is forbidden, compiling our sources would count as our start-up, and theirs not.
-    """
-    inherited = os.environ.get("PYTHONPATH")
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {
-        **kept,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "LOCAL_WORLD_SIZE": str(WORLD),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), *([inherited] if inherited else [])]),
-        # DeepSpeed compiles a small extension on first use and looks for ninja on the path.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        # Peers call functions that torch deprecates, once per collective: printing that is not their work.
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-    }
-
-
-def wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> str:
-    """Until all ranks ended. Returns why they did not end well, or an empty string; leaves none running."""
-    deadline, failed = time.monotonic() + timeout_s, ""
-    try:
-        while any(rank.poll() is None for rank in ranks):
-            if time.monotonic() > deadline:
-                return failed or f"did not finish within {timeout_s:.0f} s"
-            if not failed and (codes := [rank.poll() for rank in ranks if rank.poll()]):
-                failed = f"a rank ended with status {codes[0]}"
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            time.sleep(POLL_S)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return failed or next(
-        (f"a rank ended with status {rank.returncode}" for rank in ranks if rank.returncode), ""
-    )
-
-
-def last_words(logs: list[Path]) -> str:
-    """The last line of the log that ends in an error: what a reader wants to know first."""
-    ends = [lines[-1] for log in logs if (lines := log.read_text(errors="replace").strip().splitlines())]
-    errors = [end for end in ends if "Error" in end]
-    return (errors or ends or ["no output"])[0][:300]
-
-
 def run_pair(model: str, system: str, repeat: int, steps: int, timeout_s: float) -> Run:
-    """One system, once: two fresh processes that meet at a store of this process."""
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-        answers = [Path(folder, f"rank{rank}.json") for rank in range(WORLD)]
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(WORLD)]
-        ranks = []
-        for rank in range(WORLD):
-            told = Assignment(
-                model, system, rank, WORLD, store.port, WARMUP, steps, time.monotonic(), str(answers[rank])
-            )
-            with logs[rank].open("wb") as log:
-                command = [sys.executable, str(HERE / "rank.py"), json.dumps(asdict(told))]
-                ranks.append(
-                    subprocess.Popen(command, env=environment(rank), stdout=log, stderr=subprocess.STDOUT)
-                )
-        if failed := wait(ranks, timeout_s):
-            return Run(system, repeat, error=f"{failed}: {last_words(logs)}")
-        return Run(system, repeat, tuple(json.loads(answer.read_text()) for answer in answers))
+    """One system, once."""
+    return Pair(model, system, steps).end(repeat, timeout_s)
 
 
 def rotated(systems: list[str], repeat: int, repeats: int) -> list[str]:
@@ -134,7 +58,14 @@ def rehearse(systems: list[str], timeout_s: float, console: Console) -> None:
 
 def measure(options: argparse.Namespace, systems: list[str], console: Console) -> list[Run]:
     """All repeats of all systems, with a line of progress each."""
-    runs = []
+    runs: list[Run] = []
+    if options.turns:
+        parameters = cast("int", WORKLOADS[options.model].describe()["parameters"])
+        turns = Turns(options.model, options.turns, options.steps, options.timeout, options.other)
+        found = groups(systems, bars_for(options.model, systems), at_once(parameters, room()))
+        for number, group in enumerate(found * options.repeats):
+            runs += turns.session(group, number, console)
+        return runs
     for repeat in range(options.repeats):
         for system in rotated(systems, repeat, options.repeats):
             run = run_pair(options.model, system, repeat, options.steps, options.timeout)
@@ -154,7 +85,8 @@ def facts(options: argparse.Namespace, load_before: float) -> dict[str, object]:
         "hardware": hardware(),
         "model": WORKLOADS[options.model].describe(),
         "repeats": options.repeats,
-        "steps": f"{WARMUP} to warm up, {options.steps} timed",
+        "steps": f"{WARMUP} to warm up, {options.steps} timed"
+        + (f", {options.turns} times after one more to warm up" if options.turns else ""),
         "versions": {name: version(name) for name in ("torch", "deepspeed", "zeroshard")}
         | {"python": platform.python_version()},
         "kernels": "compiled" if list(HERE.parent.glob(KERNELS)) else "not built, torch does their work",
@@ -174,8 +106,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="SYSTEM",
         help=f"of {', '.join(SYSTEMS)} (default: all)",
     )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="timed steps per repeat (default: 6)")
+    parser.add_argument("--repeats", type=int, help="fresh starts (default: 3, with --turns 1)")
+    parser.add_argument("--steps", type=int, help="timed steps of a repeat or a turn (default: 6, 2)")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep all systems alive and let them take turns, N times each, to be compared within a round",
+    )
+    parser.add_argument(
+        "--other",
+        type=Path,
+        metavar="CHECKOUT",
+        help="with --turns: also time every zs system with the package of another checkout",
+    )
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="per pair (default: 300)")
     parser.add_argument(
         "--no-rehearsal", action="store_true", help="start-up times then include first-use costs"
@@ -190,8 +135,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every bar is passed")
     options = parser.parse_args(arguments)
+    options.repeats = (1 if options.turns else 3) if options.repeats is None else options.repeats
+    options.steps = (2 if options.turns else 6) if options.steps is None else options.steps
     if options.repeats < 1 or options.steps < 1:
         parser.error("--repeats and --steps must be at least 1")
+    if options.other is not None:
+        if not options.turns:
+            parser.error("--other compares two checkouts in turns: pass --turns N too")
+        ours = [name for name in options.systems if name.startswith("zs-")]
+        options.systems = options.systems + [f"{name}{OTHER}" for name in ours]
     if options.out == Path():
         name = f"{datetime.date.today().isoformat()}-cpu-{options.model}.json"
         options.out = HERE / "results" / name
@@ -216,7 +168,7 @@ def main(arguments: list[str]) -> int:
         facts(options, load_before),
         rows,
         runs,
-        judge(bars_for(options.model, options.systems), rows),
+        judge(bars_for(options.model, options.systems), rows, Paired(runs)),
         control_gap(runs),
     )
     show(comparison, console)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 WINDOW = 3  # of Adaptive: steps that it measures of each choice
-LOCAL = 8
+APART = (8, 32)  # local steps
 ROUNDS = 3  # that a system is timed for, at least
-PATIENCE = 200  # steps within which Adaptive must have settled
-ADAPTIVE, CHOICES = "zs-0-adaptive", ("zs-0", "zs-0-int8", "zs-0-topk", f"zs-0-local{LOCAL}")
+PATIENCE = 600  # steps within which Adaptive must have settled
+ADAPTIVE = "zs-0-adaptive"
 BUCKETS = 6  # of a model, so that there is something to overlap
 PORT = 29500  # of a namespace that has no other processes
 
@@ -75,11 +76,12 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
 
     found = {name: Entry(SYSTEMS[name]) for name in ("ddp", "fsdp2-zero2", "fsdp2-zero3", "ps")}
     found |= {f"zs-{stage}": Entry(ours(stage)) for stage in range(4)}
-    int8, topk, local = zs.Int8(), zs.TopK(ratio=0.01), zs.Local(steps=LOCAL)
+    int8, topk, onebit = zs.Int8(), zs.TopK(ratio=0.01), zs.OneBit(warmup_steps=1)
+    local = {steps: zs.Local(steps=steps) for steps in APART}
     coded = {
         "zs-0-int8": ours(0, compress=int8),
         "zs-0-int4": ours(0, compress=zs.Int4()),
-        "zs-0-onebit": ours(0, compress=zs.OneBit(warmup_steps=1)),
+        "zs-0-onebit": ours(0, compress=onebit),
         "zs-0-topk": ours(0, compress=topk),
         "zs-0-lowrank": ours(0, compress=zs.LowRank(rank=4)),
         "zs-2-bf16": ours(2, compress=zs.Cast("bfloat16"), gather=zs.Cast("bfloat16")),
@@ -90,9 +92,10 @@ def entries(bucket: int = 1 << 20) -> dict[str, Entry]:
         "zs-2-delayed-int8": ours(2, sync=zs.Delayed(), compress=int8, gather=int8),
     }
     found |= {name: Entry(make, exact=False) for name, make in coded.items()}
-    found[f"zs-0-local{LOCAL}"] = Entry(ours(0, sync=local), LOCAL, LOCAL, exact=False)
-    found["zs-0-local32"] = Entry(ours(0, sync=zs.Local(steps=32)), 32, exact=False)
-    choices = [zs.EveryStep(), zs.EveryStep(compress=int8), zs.EveryStep(compress=topk), local]
+    for steps, policy in local.items():
+        found[f"zs-0-local{steps}"] = Entry(ours(0, sync=policy), steps, exact=False)
+    coded_choices = [zs.EveryStep(compress=codec) for codec in (int8, onebit, topk)]
+    choices = [zs.EveryStep(), *coded_choices, *local.values()]
     adaptive = zs.Adaptive(choices=choices, window=WINDOW, unrest=1e9)
     found[ADAPTIVE] = Entry(ours(0, sync=adaptive), settles=True, exact=False)
     return found
@@ -148,7 +151,9 @@ def measure(task: Task, entry: Entry) -> Timing:
         losses.append(float(trainer.step(batch(len(losses)))))
     dist.barrier()
     before, sent, skipped = trainer.stats(), transmitted(), len(losses)
-    length = LOCAL if entry.settles and "Local(" in settled(before) else entry.round
+    length = entry.round
+    if entry.settles and (apart := re.search(r"Local\(steps=(\d+)", settled(before))):
+        length = int(apart[1])
 
     def rounds(count: int) -> list[float]:
         batches = [batch(len(losses) + index) for index in range(count * length)]

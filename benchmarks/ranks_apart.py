@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare import environment
 from namespaces import Network, end_with_parent
+from pairs import environment
 
 HERE = Path(__file__).resolve().parent
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bars import Verdict, ratio_to
-from results import BOUND, LOSS_TOLERANCE, REFERENCE, Row, Run, Spread
+from results import BOUND, LOSS_TOLERANCE, REFERENCE, Paired, Row, Run, Spread
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +36,11 @@ class Comparison:
     runs: list[Run]
     verdicts: list[Verdict]
     control: float | None
+
+    @property
+    def paired(self) -> Paired:
+        """Of systems that took turns; else nothing."""
+        return Paired(self.runs)
 
     def failed(self) -> list[str]:
         """The systems whose row must not be used."""
@@ -72,13 +77,19 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _cells(rows: list[Row], row: Row) -> tuple[str, ...]:
+def _beside(comparison: Comparison, row: Row, reference: str) -> str:
+    paired = comparison.paired
+    ratio = ratio_to(comparison.rows, row.system, reference, paired=paired)
+    return str(paired.ratio(row.system, reference)) if paired and ratio is not None else _ratio(ratio)
+
+
+def _cells(comparison: Comparison, row: Row) -> tuple[str, ...]:
     name = row.system if row.status == "ok" else f"{row.system} ({row.status})"
     return (
         name,
         *_spread(row.step_ms, 1),
-        _ratio(ratio_to(rows, row.system, BOUND)),
-        _ratio(ratio_to(rows, row.system, REFERENCE)),
+        _beside(comparison, row, BOUND),
+        _beside(comparison, row, REFERENCE),
         _spread(row.startup_s, 1)[0],
         f"{row.peak_rss / MIB:.0f}" if row.peak_rss else "-",
         f"{row.pss / MIB:.0f}" if row.pss else "-",
@@ -91,6 +102,11 @@ def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
     return kind, str(verdict.bar), _ratio(verdict.ratio), verdict.word, verdict.note
 
 
+BY_REPEATS = "Medians over the repeats; per repeat, the median step of the slower rank."
+BY_TURNS = (
+    "Systems take turns; a step is the mean of a turn's, of the slower rank. Medians over all turns; ratios "
+    "are medians, with quartiles, of those within a round."
+)
 VERDICT_COLUMNS = ("", "what", "ratio", "verdict", "note")
 
 
@@ -101,7 +117,7 @@ def show(comparison: Comparison, console: Console) -> None:
         table.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
     for row in comparison.rows:
         style = {"ok": "", "MISSING": "dim"}.get(row.status, "red")
-        table.add_row(*_cells(comparison.rows, row), style=style)
+        table.add_row(*_cells(comparison, row), style=style)
     console.print(table)
     judged = Table(*VERDICT_COLUMNS)
     for verdict in comparison.verdicts:
@@ -133,8 +149,8 @@ def markdown(comparison: Comparison) -> str:
     if comparison.control is not None:
         gap = f"{comparison.control:.1e} (tolerance {LOSS_TOLERANCE:g})"
         lines.append(f"- loss gap of ranks that never communicate: {gap}")
-    lines += ["", "Medians over the repeats; per repeat, the median step of the slower rank.", ""]
-    lines += _markdown_table(COLUMNS, (_cells(comparison.rows, row) for row in comparison.rows))
+    lines += ["", BY_TURNS if comparison.paired else BY_REPEATS, ""]
+    lines += _markdown_table(COLUMNS, (_cells(comparison, row) for row in comparison.rows))
     lines += ["", "## Bars", ""]
     lines += _markdown_table(VERDICT_COLUMNS, (_verdict_cells(verdict) for verdict in comparison.verdicts))
     if comparison.remarks():

@@ -10,6 +10,7 @@ from typing import Literal
 LOSS_TOLERANCE = 1e-3
 REFERENCE = "ddp"
 BOUND = "none"
+OTHER = "@other"  # behind the name of a system that uses the package of another checkout
 
 Status = Literal["ok", "INVALID", "FAILED", "MISSING"]
 
@@ -26,6 +27,11 @@ class Run:
     def worst(self, field: str) -> float:
         """The slowest, largest rank: a step is over when all ranks are through it."""
         return max(float(rank[field]) for rank in self.ranks)  # type: ignore[arg-type]
+
+    def turns(self) -> list[float]:
+        """The mean step of each turn, of the slower rank."""
+        per_rank: list[list[float]] = [rank.get("turns_ms", []) for rank in self.ranks]  # type: ignore[misc]
+        return [max(turn) for turn in zip(*per_rank, strict=True)]
 
     def losses(self) -> list[float]:
         """The mean over ranks of the loss of each of the first steps: the loss of the whole batch."""
@@ -44,6 +50,45 @@ class Spread:
     @classmethod
     def of(cls, values: list[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Half of the values lie between `low` and `high`."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Quartiles:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(statistics.median(values), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+class Paired:
+    """Systems that took turns: step times that are compared within a round, where the machine was the same
+    for all of them."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        self._steps: dict[str, dict[tuple[int, int], float]] = {}
+        for run in runs:
+            of = self._steps.setdefault(run.system, {})
+            of.update({(run.repeat, turn): step for turn, step in enumerate(run.turns())})
+
+    def __bool__(self) -> bool:
+        return any(self._steps.values())
+
+    def ratio(self, system: str, reference: str) -> Quartiles | None:
+        """Of the ratios of all rounds that both had a turn in."""
+        mine, other = self._steps.get(system, {}), self._steps.get(reference, {})
+        ratios = [step / other[turn] for turn, step in mine.items() if turn in other]
+        return Quartiles.of(ratios) if ratios else None
 
 
 @dataclass(frozen=True)
@@ -89,7 +134,7 @@ def _row(system: str, runs: list[Run], reference: list[float] | None) -> Row:
         system,
         status,
         note,
-        step_ms=Spread.of([run.worst("step_ms") for run in runs]),
+        step_ms=Spread.of([step for run in runs for step in run.turns() or [run.worst("step_ms")]]),
         startup_s=Spread.of([run.worst("startup_s") for run in runs]),
         peak_rss=statistics.median(run.worst("peak_rss") for run in runs),
         pss=statistics.median(run.worst("pss") for run in runs),

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -16,19 +17,20 @@ from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
+import torch.distributed  # noqa: F401  # before `pure` forgets what is imported in it
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / "compare.py"), "--no-rehearsal", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture
 def pure(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The modules that start nothing; neighbours of a script, not a package, so forgotten afterwards."""
-    names = ("results", "bars", "report")
+    names = ("rank", "results", "bars", "report", "pairs", "turns")
     with mock.patch.dict(sys.modules):
         for name in names:
             sys.modules.pop(name, None)
@@ -50,7 +52,7 @@ def pair(pure: SimpleNamespace, system: str, step_ms: float, losses: list[float]
 def test_smoke_two_systems(tmp_path: Path) -> None:
     out = tmp_path / "results" / "smoke.json"
     done = compare(
-        *("--model", "tiny", "--systems", "none", "ddp", "--repeats", "1", "--steps", "2", "--out", str(out))
+        *("--model", "tiny", "--systems", "none", "ddp", "--turns", "2", "--steps", "1", "--out", str(out))
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())
@@ -64,7 +66,15 @@ def test_smoke_two_systems(tmp_path: Path) -> None:
     assert record["versions"]["torch"] != "not installed"
     assert [len(run["ranks"]) for run in record["runs"]] == [2, 2]
     assert len(record["runs"][0]["ranks"][0]["losses"]) == 5
-    assert "| ddp | " in out.with_suffix(".md").read_text()
+    steps = {
+        run["system"]: [max(t) for t in zip(*(r["turns_ms"] for r in run["ranks"]), strict=True)]
+        for run in record["runs"]
+    }
+    assert [len(turns) for turns in steps.values()] == [2, 2]
+    ratio = statistics.mean(ddp / none for none, ddp in zip(steps["none"], steps["ddp"], strict=True))
+    assert f" | {ratio:.2f} (" in next(
+        line for line in out.with_suffix(".md").read_text().splitlines() if line.startswith("| ddp | ")
+    )
 
 
 @pytest.mark.ranks
@@ -83,6 +93,74 @@ def test_medians_of_the_slower_rank(pure: SimpleNamespace) -> None:
     runs = [pair(pure, "ddp", step, [2.0, 1.5], repeat) for repeat, step in enumerate((90.0, 130.0, 100.0))]
     (row,) = pure.results.summarise(["ddp"], runs, {})
     assert (row.step_ms.median, row.step_ms.low, row.step_ms.high) == (100.0, 90.0, 130.0)
+
+
+def taking_turns(pure: SimpleNamespace, system: str, turns: list[float], session: int = 0) -> object:
+    """A run by turns; each rank is the slower one in some."""
+    quick, slow = (
+        [step - (n % 2) for n, step in enumerate(turns)],
+        [step - (n + 1) % 2 for n, step in enumerate(turns)],
+    )
+    ranks = (numbers(0.0, [2.0]) | {"turns_ms": quick}, numbers(0.0, [2.0]) | {"turns_ms": slow})
+    return pure.results.Run(system, session, ranks)
+
+
+def test_turns_are_compared_within_their_round(pure: SimpleNamespace) -> None:
+    """The machine gets slower by the round, more than the systems differ; one round is an accident."""
+    drift = [100.0, 200.0, 300.0, 400.0, 500.0]
+    runs = [
+        taking_turns(pure, "ddp", drift),
+        taking_turns(pure, "zro", [1.1 * step for step in drift]),
+        taking_turns(pure, "zs-2", [85.0, 172.0, 252.0, 3000.0, 440.0]),
+        taking_turns(pure, "zs-2", [90.0], session=1),
+        taking_turns(pure, "none", [1.0], session=1),
+    ]
+    paired = pure.results.Paired(runs)
+    assert paired.ratio("zs-2", "ddp") == pure.results.Quartiles(0.86, 0.85, 0.88)
+    assert paired.ratio("ddp", "none") is None, "they never took turns with one another"
+    assert paired.ratio("zs-2", "none").median == 90.0
+    systems = ["ddp", "zro", "zs-2", "none"]
+    rows = pure.results.summarise(systems, runs, {})
+    verdicts = pure.bars.judge(pure.bars.bars_for("gpt-27m", systems), rows, paired)
+    beside = next(v for v in verdicts if v.bar.references == ("ddp", "zro"))
+    assert (beside.ratio, beside.word, beside.note) == (0.86, "pass", "ddp, quartiles 0.85-0.88")
+    assert not pure.results.Paired([pair(pure, "ddp", 100.0, [2.0])])
+
+
+def test_groups_hold_the_systems_of_each_bar(pure: SimpleNamespace) -> None:
+    systems = ["none", "ddp", "zro", "fsdp2-zero3", "deepspeed-3", "zs-1", "zs-2", "zs-3", "ps"]
+    bars = pure.bars.bars_for("gpt-124m", systems)
+    assert pure.turns.groups(systems, bars, 9) == [systems]
+    found = pure.turns.groups(systems, bars, 4)
+    assert all(len(group) <= 4 for group in found)
+    for bar in bars:
+        wanted = {bar.subject, *bar.references} & set(systems)
+        assert bar.metric == "startup_s" or any(wanted <= set(group) for group in found), bar
+    assert any("ps" in group for group in found), "no bar speaks of it, but it was asked for"
+    assert pure.turns.at_once(27_000_000, 24 * 2**30) >= 12
+    assert pure.turns.at_once(124_000_000, 24 * 2**30) == 4
+
+
+def test_a_clock_times_what_it_is_told(pure: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, met = [0.0], list[float]()
+    monkeypatch.setattr(
+        pure.rank, "time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0] / 2)
+    )
+
+    def step(batch: int) -> float:
+        now[0] += 1e-3 * batch
+        return batch
+
+    clock = pure.rank.Clock(step, lambda index: 10 * (index + 1), lambda: met.append(now[0]))
+    clock.warm_up()
+    clock.time(2)
+    clock.warm_up()
+    clock.time(1)
+    assert clock.losses == [10, 20, 30, 40, 50]
+    assert clock.steps_ms == pytest.approx([20, 30, 50])
+    assert clock.turns_ms == pytest.approx([25, 50])
+    assert met == pytest.approx([0.01, 0.1]), "before each window, and never in one"
+    assert clock.cpu_share == pytest.approx(0.5)
 
 
 def test_wrong_losses_make_a_row_invalid_and_no_reference(pure: SimpleNamespace) -> None:
@@ -211,7 +289,9 @@ def test_rows_measured_again_stand_in_place_of_the_old_ones(links: ModuleType) -
     def row(step_ms: float, note: str = "") -> dict[str, object]:
         return {"step_ms": step_ms, "losses": [1.0], "sent": 0.0, "waited": 0.0, "note": note}
 
-    rows = {name: row(50.0 + n) for n, name in enumerate(("ddp", *links.CHOICES))}
+    rows = {name: row(50.0 + n) for n, name in enumerate(("zs-0-local32", "ddp", "zs-0"))}
+    rows["zs-1"] = row(1.0)  # another model: it counts for nothing
+    rows["zs-1"]["losses"] = [2.0]
     result = {
         "rows": {**rows, links.ADAPTIVE: row(90.0, "settled on that")},
         "problem": "",
@@ -222,10 +302,10 @@ def test_rows_measured_again_stand_in_place_of_the_old_ones(links: ModuleType) -
     newer = {"rows": {links.ADAPTIVE: row(53.0, "settled on this")}, "problem": "", "load_average": 0.2}
     again = links.replace_rows(result, newer, "abc")
     links.check(again)
-    assert again["rows"][links.ADAPTIVE]["note"] == f"1.04 x {links.CHOICES[0]}; settled on this"
+    assert again["rows"][links.ADAPTIVE]["note"] == "1.06 x zs-0-local32; settled on this"
     assert {name: again["rows"][name] for name in rows} == rows
     assert not links.missed(again)
     assert again["again"] == [{"rows": [links.ADAPTIVE], "commit": "abc", "load": 0.2}]
     links.check(again)
-    assert again["rows"][links.ADAPTIVE]["note"] == f"1.04 x {links.CHOICES[0]}; settled on this", "said once"
+    assert again["rows"][links.ADAPTIVE]["note"] == "1.06 x zs-0-local32; settled on this", "said once"
     assert links.replace_rows(result, {**newer, "problem": "not done"}, "abc") is result

@@ -90,27 +90,30 @@ def test_changes_that_lose_nothing_add_up_to_the_parameters(
         torch.testing.assert_close(coded[0].weights[name], weight, rtol=2e-3, atol=2e-5)
 
 
-def seen(gather: zs.Codec, stage: int) -> dict[str, Any]:
-    """How far the weights that compute are from the exact ones, relative, after each of some steps."""
+def seen(gather: Any, stage: int) -> dict[str, Any]:
+    """How far the weights that compute are from the exact ones, relative, after each of some steps; and the
+    biases."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 48))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run = zs.shard(model, optimizer, stage=stage, gather=gather, units=["0", "2"])
-    errors, before, sent = [], run.stats(), []
+    errors, biases, before, sent = [], list[float](), run.stats(), []
     for step in range(6):
         x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * step + run.rank))
         model(x).square().mean().backward()
         sent.append(sum((run.stats() - before).sent.get(kind, 0) for kind in ("gather", "publish")))
         before = run.stats()
         with run.gathered() as whole:
-            exact = whole["0.weight"].detach().clone()
+            exact, bias = (whole[name].detach().clone() for name in ("0.weight", "0.bias"))
         with run.kept_full(), torch.no_grad():
-            shown = (model[0](torch.eye(96)) - model[0](torch.zeros(1, 96))).t()
+            nothing = model[0](torch.zeros(1, 96))
+            shown = (model[0](torch.eye(96)) - nothing).t()
         errors.append(float((shown - exact).norm() / exact.norm()))
+        biases.append(float((nothing - bias).norm()))
         optimizer.step()
         optimizer.zero_grad()
     run.close()
-    return {"errors": errors, "sent": sent}
+    return {"errors": errors, "biases": biases, "sent": sent}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -124,11 +127,13 @@ def test_four_bits_of_the_change_say_more_than_four_bits_of_the_weight(stage: in
 
 
 def test_two_bits_of_the_change_say_more_than_four_bits_of_the_weight() -> None:
-    changes, afresh = (
-        ranks(2).run(seen, gather, 3)[0]
-        for gather in (zs.Delta(zs.TwoBit(feedback=False)), zs.Int4(block=32, feedback=False))
-    )
+    """And the biases, which a pattern leaves as they are, are exact."""
+    two, four = zs.Delta(zs.TwoBit(feedback=False)), zs.Int4(block=32, feedback=False)
+    changes, afresh = (ranks(2).run(seen, gather, 3)[0] for gather in ({"*.bias": None, "*": two}, four))
+    assert max(changes["biases"]) == 0.0
+    assert min(afresh["biases"]) > 0.0
     assert changes["errors"][0] < 1e-6
+    assert min(changes["errors"][2:]) > 1e-6
     assert max(changes["errors"]) < 0.2 * min(afresh["errors"])
     assert changes["sent"][2] < 0.5 * afresh["sent"][2]
 

@@ -209,7 +209,9 @@ def test_plans_carry_codecs() -> None:
         ({"compress": zs.LowRank(), "stage": 2, "sync": zs.Delayed()}, "in rounds that wait for one another"),
         ({"gather": "int8"}, "gather='int8' must be a codec"),
         ({"gather": zs.Rows()}, r"gather=Rows\(\) must be a codec"),
-        ({"gather": zs.OneBit()}, "keeps no state and needs no warm-up"),
+        ({"gather": {"*": zs.OneBit()}}, "keeps no state and needs no warm-up"),
+        ({"gather": {"*": None}}, r"gather={'\*': None} names no codec: drop it"),
+        ({"gather": {"*": "int8"}}, "gather={'.*': 'int8'} must be a codec such as .* or a mapping"),
         ({"gather": zs.Delta(), "offload": zs.Offload()}, "believe on the device, which offload= is there"),
         ({"compress": zs.Delta()}, "pass it as gather="),
         ({"gather": zs.Int8(), "stage": 0}, "at stage 0 every rank updates all of them itself"),
@@ -230,3 +232,5 @@ def test_patterns_must_decide_about_something() -> None:
         OptionError, match='"head" matches no trainable parameter that no earlier pattern has'
     ):
         check_patterns(routes_of({"*": zs.Int8(), "head": None}), names)
+    with pytest.raises(OptionError, match=r'gather: pattern "norm" matches no parameter\. Patterns'):
+        check_patterns(routes_of({"norm": None, "*": zs.Int8()}, "gather"), names, "gather")

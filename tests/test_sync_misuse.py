@@ -52,11 +52,32 @@ def test_policies_are_checked_when_made(make: Any) -> None:
         (lambda: zs.Delayed(warmup_steps=-1), r"warmup_steps=-1\): a whole number"),
         (lambda: zs.Delayed(warmup_steps=True), r"warmup_steps=True\): a whole number"),
         (
+            lambda: zs.Adaptive(choices=[zs.EveryStep(), zs.Int8()]),
+            r"Int8\(.*\) is no choice; list .* or for a codec EveryStep\(compress=\.\.\.\)",
+        ),
+        (
             lambda: zs.Adaptive(choices=[zs.EveryStep(), zs.Delayed(warmup_steps=2)]),
             r"warms up, and which choice is in force .* list EveryStep\(\) first",
         ),
     ],
 )
-def test_a_warm_up_that_cannot_be_is_refused(make: Any, told: str) -> None:
+def test_a_choice_or_a_warm_up_that_cannot_be_is_refused(make: Any, told: str) -> None:
     with pytest.raises(zs.OptionError, match=told):
         make()
+
+
+@pytest.mark.parametrize(
+    ("others", "numerics"),
+    [
+        ([zs.EveryStep(compress={"*": zs.Rows()})], "exact"),
+        ([zs.EveryStep(compress=zs.Int8())], "rounding"),
+        ([zs.EveryStep(compress={"*norm*": None, "*": zs.Int8()}), zs.Local(steps=4)], "approximate"),
+        ([zs.EveryStep(compress=zs.TopK(ratio=0.1))], "approximate"),
+        ([zs.Delayed()], "approximate"),
+    ],
+    ids=["rows", "int8", "local", "topk", "delayed"],
+)
+def test_a_choice_of_policies_is_as_exact_as_the_least_exact(others: list[Any], numerics: str) -> None:
+    sync = zs.Adaptive(choices=[zs.EveryStep(), *others])
+    assert sync.numerics == numerics
+    assert zs.Options(stage=0, sync=sync).numerics == numerics

@@ -70,7 +70,7 @@ def shard(
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
       `Adaptive(...)`.
     - `compress`: a codec through which gradients travel (`Int8()`), or a mapping from name patterns to
-      codecs or None; the first that matches counts. `gather`: one through which parameters travel.
+      codecs or None; the first that matches counts. `gather`: the same for parameters on their way.
     - `transport`: ``"auto"``, ``"shm"``, ``"gloo"``, ``"nccl"``, or ``"nodes"``: ``"shm"`` inside nodes and
       ``"gloo"`` between them; `ranks_per_node`: ranks of a node, if not those on one host.
     - `node_cache`: at stage 3 parameters cross between nodes once a step, and stay inside the node meanwhile.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bucket import Sink
+from .codec import Codec
 from .comm import Transport
 from .config import Options
 from .errors import ModelError, OptionError
@@ -29,7 +30,7 @@ from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
 from .published import ChangedRows
-from .routes import check_patterns, routes_of
+from .routes import check_patterns, gather_codec, routes_of
 from .runtime import Runtime
 from .shard import Faces, Master, Param, make_home, retire
 from .step import Update, rows_suffice
@@ -79,7 +80,8 @@ class Builder:
         units = find_units(self.model, self.options.units)
         tenants = [tenant for unit in units for tenant in unit.tenants]
         slots = self._slots(tenants)
-        if self.options.shards_params and self.options.gather is None:
+        check_patterns(self.options.gather, [tenant.name for tenant in tenants], "gather")
+        if self.options.shards_params and not self.options.gather:
             self._small = small_units({unit.name: self._sizes(unit) for unit in units})
         if self.host is not None:
             for unit in units:
@@ -153,12 +155,13 @@ class Builder:
 
     def _groups(self, unit: Unit) -> list[tuple[str, tuple[torch.dtype, torch.dtype], list[Tenant]]]:
         """The parameters of each bundle of a unit, with its key and dtypes."""
-        groups: dict[tuple[torch.dtype, torch.dtype], list[Tenant]] = {}
+        groups: dict[tuple[tuple[torch.dtype, torch.dtype], Codec | None], list[Tenant]] = {}
         for tenant in unit.tenants:
-            groups.setdefault(self._dtypes(tenant), []).append(tenant)
+            codec = gather_codec(self.options.gather, tenant.name)
+            groups.setdefault((self._dtypes(tenant), codec), []).append(tenant)
         return [
             (f"{unit.label}/{number}", dtypes, tenants)
-            for number, (dtypes, tenants) in enumerate(groups.items())
+            for number, ((dtypes, _), tenants) in enumerate(groups.items())
         ]
 
     def _sizes(self, unit: Unit) -> list[int]:
@@ -191,7 +194,7 @@ class Builder:
             self.runtime.pool,
             self.ledger,
             self.copies,
-            self.options.gather,
+            gather_codec(self.options.gather, tenants[0].name),
         )
         full = bundle.full_views(bundle.full) if bundle.full is not None else None
         compute, local = bundle.compute_views(), bundle.local_views()

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from .codec import Codec, Compression
 from .errors import OptionError
-from .policy import EveryStep, Sync, check_sync, codec_choices, delays, local_steps
+from .policy import EveryStep, Sync, check_sync, codec_choices, delays, least_exact, local_steps
 from .policy import Numerics as Numerics
 from .routes import Routes, check_compress, check_gather, routes_of
 
@@ -288,7 +288,7 @@ class Options:
     node_cache: bool = False
     ranks_per_node: int | None = None
     compress: Routes = ()
-    gather: Codec | None = None
+    gather: Routes = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -322,6 +322,7 @@ class Options:
             )
         put(self, "compress", routes_of(self.compress))
         check_compress(self.compress, self.sync, self.stage, self.offload is not None)
+        put(self, "gather", routes_of(self.gather, "gather"))
         check_gather(self.gather, self.stage, self.offload is not None)
         if self.offload is not None and codec_choices(self.sync):
             raise OptionError(
@@ -381,9 +382,9 @@ class Options:
     @property
     def numerics(self) -> Numerics:
         """The least exact of all that it asks for."""
-        asked = [self.precision, self.offload, self.sync, self.gather, *(codec for _, codec in self.compress)]
-        found = {one.numerics for one in asked if one is not None}
-        return "approximate" if "approximate" in found else "rounding" if "rounding" in found else "exact"
+        codecs = (codec for _, codec in (*self.compress, *self.gather))
+        asked = [self.precision, self.offload, self.sync, *codecs]
+        return least_exact(one.numerics for one in asked if one is not None)
 
     @property
     def shards_state(self) -> bool:
@@ -416,4 +417,4 @@ class OptionKeys(TypedDict, total=False):
     node_cache: bool
     ranks_per_node: int | None
     compress: Compression | Mapping[str, Compression | None] | None
-    gather: Codec | None
+    gather: Codec | Mapping[str, Codec | None] | None

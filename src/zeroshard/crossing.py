@@ -69,13 +69,14 @@ def sent_by_rank(setup: Division, ranks_per_node: int | None = None, passes: int
             sent.add("reduce", _travels(bucket, bucket.landed), isinstance(bucket.codec, Codec))
     if setup.options.stage == 0:
         return sent
-    ends = {setup.units[0].name, setup.units[-1].name}  # stay gathered between forward and backward
+    # These stay gathered between forward and backward.
+    ends = {unit.name for unit in (setup.units[0], *setup.units[-1 - setup.ahead :])}
     for bundle in setup.bundles:
         size, kept = _gathered(setup, bundle), setup.keeps(bundle)
         if kept:
             sent.add("publish", size)
             continue
-        again = not (setup.codes(bundle) and setup.changes)
+        again = not setup.changes(bundle)
         for number in range(passes if again else 1):
             sent.add("gather", size, cached=setup.options.node_cache and number > 0)
             if again and bundle.unit not in ends:
@@ -85,8 +86,8 @@ def sent_by_rank(setup: Division, ranks_per_node: int | None = None, passes: int
 
 def _gathered(setup: Division, bundle: Bundle) -> int:
     """Bytes of a bundle's rows on all ranks, as they travel."""
-    numel, gather = sum(slot.numel for slot in bundle.slots if slot.split != "copy"), setup.options.gather
-    return gather.wire_bytes(numel) if gather and setup.codes(bundle) else numel * WIDTHS[bundle.compute]
+    numel, codec = sum(slot.numel for slot in bundle.slots if slot.split != "copy"), bundle.codec
+    return codec.wire_bytes(numel) if codec and setup.codes(bundle) else numel * WIDTHS[bundle.compute]
 
 
 def _travels(bucket: Bucket, dtype: str) -> int:

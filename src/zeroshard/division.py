@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from .codec import Compression, Delta, Rows
+from .codec import Codec, Compression, Delta, Rows
 from .coding import in_words
 from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .lending import small_units
 from .placement import Place, Placement, Rest
 from .policy import Adaptive, Delayed, EveryStep, Local
-from .routes import bucket_limit, codec_for
+from .routes import bucket_limit, codec_for, gather_codec
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
 from .wires import Sort
 
@@ -86,7 +86,7 @@ class Division(ABC):
     @cached_property
     def small(self) -> frozenset[str]:
         """Units that stay whole at stage 3, where rows travel as they are; see [Note: small units]."""
-        if not self.options.shards_params or self.options.gather is not None:
+        if not self.options.shards_params or self.options.gather:
             return frozenset()
         return small_units(
             {u.name: [w.numel * WIDTHS[self.dtypes(w)[0]] for w in u.weights] for u in self.units}
@@ -108,27 +108,31 @@ class Division(ABC):
         if not self.codes(bundle):
             return 0
         codes = sum(self.code_bytes(bundle, rank) for rank in [self.rank, *self._namesakes(bundle)])
-        return codes + (4 * sum(map(bundle.body, range(self.world))) if self.changes else 0)
+        return codes + (4 * sum(map(bundle.body, range(self.world))) if self.changes(bundle) else 0)
 
-    @property
-    def changes(self) -> bool:
-        """Whether changes of the rows travel, and are added to what all ranks believe."""
-        return isinstance(self.options.gather, Delta)
+    def changes(self, bundle: Bundle) -> bool:
+        """Whether changes of its rows travel, and are added to what all ranks believe."""
+        return self.codes(bundle) and isinstance(bundle.codec, Delta)
 
     def codes(self, bundle: Bundle) -> bool:
         """Whether its rows travel through a codec."""
         moves = self.world > 1 and any(slot.split != "copy" for slot in bundle.slots)
-        return moves and self.options.gather is not None and bundle.compute in DTYPE_BYTES
+        return moves and bundle.codec is not None and bundle.compute in DTYPE_BYTES
 
     def code_bytes(self, bundle: Bundle, rank: int) -> int:
         """Of one rank's rows."""
-        assert self.options.gather is not None
-        return in_words(self.options.gather.wire_bytes(bundle.body(rank)))
+        assert bundle.codec is not None
+        return in_words(bundle.codec.wire_bytes(bundle.body(rank)))
 
     @property
     def streamed(self) -> bool:
         """Whether any weights rest off the device."""
         return any(self.streams(bundle) for bundle in self.bundles)
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of use, and stay from forward to backward beside the last."""
+        return self.options.prefetch if self.overlaps or self.streamed else 0
 
     @property
     def resident(self) -> bool:
@@ -223,12 +227,13 @@ class Division(ABC):
     def bundles(self) -> list[Bundle]:
         result = []
         for unit in self.units:
-            groups: dict[tuple[str, str], list[Weight]] = {}
+            groups: dict[tuple[tuple[str, str], Codec | None], list[Weight]] = {}
             for weight in unit.weights:
-                groups.setdefault(self.dtypes(weight), []).append(weight)
+                codec = gather_codec(self.options.gather, weight.name)
+                groups.setdefault((self.dtypes(weight), codec), []).append(weight)
             result += [
-                Bundle(unit.name, compute, master, tuple(ws), tuple(self.slots[w.name] for w in ws))
-                for (compute, master), ws in groups.items()
+                Bundle(unit.name, *dtypes, tuple(ws), tuple(self.slots[w.name] for w in ws), codec)
+                for (dtypes, codec), ws in groups.items()
             ]
         return result
 

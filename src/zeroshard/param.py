@@ -64,7 +64,7 @@ class Rests:
 
 
 class Bundle:
-    """Parameters of one unit and one compute dtype, gathered by one operation."""
+    """Parameters of one unit, one compute dtype and one codec of `gather=`, gathered by one operation."""
 
     def __init__(
         self,

@@ -1,18 +1,29 @@
 """How often the ranks meet: the `sync=` options of `shard`. Frozen records, no torch; `sync/` acts on them.
 
-`EveryStep` is exact. All others are ``approximate``: they train by other mathematics, which their docstrings
-say, and no planner picks them unasked.
+`EveryStep` is exact, as a choice with a codec as exact as its codec. `Delayed` and `Local` are
+``approximate``: they train by other mathematics, which their docstrings say, and no planner picks them
+unasked. `Adaptive` is as exact as the least exact of its choices: what it may use, the user has named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import OptionError
 
 Numerics = Literal["exact", "rounding", "approximate"]
+
+
+def least_exact(found: Iterable[Numerics]) -> Numerics:
+    """What several options do to the numbers together.
+
+    >>> least_exact(["exact", "rounding"])
+    'rounding'
+    """
+    every = set(found)
+    return "approximate" if "approximate" in every else "rounding" if "rounding" in every else "exact"
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,10 @@ class EveryStep:
 
     @property
     def numerics(self) -> Numerics:
-        return "exact"
+        """The codec's, or of several the least exact one's."""
+        named = isinstance(self.compress, tuple)
+        codecs = [codec for _, codec in self.compress] if named else [self.compress]
+        return least_exact(codec.numerics for codec in codecs if codec is not None)
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,8 @@ class Adaptive:
     """Moves between the listed choices by what it measures, on all ranks at once, and says each move and why.
 
     - `choices`: sync policies, the most faithful first. It begins with the first. Codecs can be chosen among,
-      too: ``EveryStep(compress=Int8())``. Each codec has buffers and state of its own.
+      too: ``EveryStep(compress=Int8())``. Each codec has buffers and state of its own, and so has each
+      `Local`. Nothing is used that is not listed: name `Local` where ranks may train apart.
     - `window`: steps that are measured before it decides; the first after a change is left out. Choices that
       come close are measured in up to five windows, in turn. Once it has settled, windows grow up to eight
       times as long, so that measuring costs next to nothing, and the runner-up is measured at ever longer
@@ -167,7 +182,8 @@ class Adaptive:
         for choice in choices:
             if not isinstance(choice, (EveryStep, Delayed, Local)):
                 raise OptionError(
-                    f"Adaptive: {choice!r} is no choice; list EveryStep(), Delayed() or Local(...)."
+                    f"Adaptive: {choice!r} is no choice; list EveryStep(), Delayed(), Local(...), or for a "
+                    "codec EveryStep(compress=...)."
                 )
             if isinstance(choice, Delayed) and choice.warmup_steps:
                 raise OptionError(
@@ -181,7 +197,8 @@ class Adaptive:
 
     @property
     def numerics(self) -> Numerics:
-        return "approximate"
+        """Of the least exact choice. Which one is in force depends on times, so two runs may differ by it."""
+        return least_exact(choice.numerics for choice in self.choices)
 
 
 Sync = EveryStep | Delayed | Local | Adaptive

@@ -14,8 +14,9 @@ from .policy import Adaptive, Delayed, EveryStep, Local, Sync
 Routes = tuple[tuple[str, Compression | None], ...]
 
 
-def routes_of(value: Any) -> Routes:
-    """`compress=` as pairs: a codec for all parameters, or a mapping from name patterns to codecs.
+def routes_of(value: Any, what: str = "compress") -> Routes:
+    """`compress=` or `gather=` as pairs: a codec for all parameters, or a mapping from name patterns to
+    codecs.
 
     >>> from zeroshard.codec import Int8
     >>> routes_of({"*norm*": None, "*": Int8()})
@@ -30,7 +31,7 @@ def routes_of(value: Any) -> Routes:
         pairs = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
     if not isinstance(pairs, tuple) or not all(_is_pair(pair) for pair in pairs):
         raise OptionError(
-            f"compress={value!r} must be a codec such as zs.Int8(), or a mapping from name patterns to "
+            f"{what}={value!r} must be a codec such as zs.Int8(), or a mapping from name patterns to "
             'codecs such as {"*norm*": None, "*": zs.Int8()}.'
         )
     for _, codec in pairs:
@@ -60,8 +61,8 @@ def bucket_limit(codec: Compression | None, limit: int) -> int:
     return 1 if isinstance(codec, Rows) else limit
 
 
-def check_patterns(routes: Routes, names: Iterable[str]) -> None:
-    """Every pattern of `compress=` must decide about some parameter: an option is never ignored."""
+def check_patterns(routes: Routes, names: Iterable[str], what: str = "compress") -> None:
+    """Every pattern of an option must decide about some parameter: an option is never ignored."""
     every = list(names)
     undecided = list(every)
     for pattern, _ in routes:
@@ -69,8 +70,8 @@ def check_patterns(routes: Routes, names: Iterable[str]) -> None:
         if not taken:
             earlier = " that no earlier pattern has taken" if len(undecided) < len(every) else ""
             raise OptionError(
-                f'compress: pattern "{pattern}" matches no trainable parameter{earlier}. Patterns are tried '
-                "in the order given."
+                f'{what}: pattern "{pattern}" matches no {"trainable " if what == "compress" else ""}'
+                f"parameter{earlier}. Patterns are tried in the order given."
             )
         undecided = [name for name in undecided if name not in taken]
 
@@ -116,13 +117,26 @@ def check_compress(routes: Routes, sync: Sync, stage: int, offloads: bool = Fals
         )
 
 
-def check_gather(codec: object, stage: int, offloads: bool) -> None:
-    """Whether `gather=` is a codec that can carry parameters, at a stage that gathers them."""
-    if codec is None:
-        return
+def gather_codec(routes: Routes, name: str) -> Codec | None:
+    """The codec of `gather=` for a parameter; None: it travels as it is."""
+    codec = next((codec for pattern, codec in routes if fnmatchcase(name, pattern)), None)
+    assert codec is None or isinstance(codec, Codec)
+    return codec
+
+
+def check_gather(routes: Routes, stage: int, offloads: bool) -> None:
+    """Whether the codecs of `gather=` can carry parameters, at a stage that gathers them."""
+    for _, codec in routes:
+        if codec is not None:
+            _check_carrier(codec, stage, offloads)
+    if routes and not any(codec for _, codec in routes):
+        raise OptionError(f"gather={dict(routes)!r} names no codec: drop it, or name one such as zs.Int8().")
+
+
+def _check_carrier(codec: Compression, stage: int, offloads: bool) -> None:
+    """One codec of them."""
     if not isinstance(codec, Codec):
         raise OptionError(f"gather={codec!r} must be a codec such as zs.Int8().")
-    codec.settings()
     if codec.state_names or not codec.active(0):
         raise OptionError(
             f"gather={codec!r}: parameters are encoded afresh every step, so a codec for them keeps no state "

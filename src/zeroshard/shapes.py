@@ -17,7 +17,7 @@ from .layout import ALIGN, FlatPack, Pack, Slot, aligned
 from .placement import Rest
 
 if TYPE_CHECKING:
-    from .codec import Compression
+    from .codec import Codec, Compression
 
 WIDTHS = DTYPE_BYTES | {
     "int64": 8,
@@ -111,13 +111,15 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Weights of one unit and one pair of dtypes, with their slots: what a gather moves."""
+    """Weights of one unit, one pair of dtypes and one codec of `gather=`, with their slots: what a gather
+    moves."""
 
     unit: str
     compute: str
     master: str
     weights: tuple[Weight, ...]
     slots: tuple[Slot, ...]
+    codec: Codec | None = None
 
     @cached_property
     def full(self) -> int:

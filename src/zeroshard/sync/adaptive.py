@@ -201,7 +201,7 @@ class AdaptivePace(Pace):
         choices = self.policy.choices
         if new is not old:
             old.meet()
-            if isinstance(old, LocalPace):
+            if isinstance(old, LocalPace) and not isinstance(new, LocalPace):
                 self._equalise()
             if isinstance(new, LocalPace):
                 new.start()
@@ -216,7 +216,7 @@ class AdaptivePace(Pace):
 
     def _equalise(self) -> None:
         """Optimizers of ranks that trained apart have state of their own, and would drive equal parameters
-        apart again: rank 0's is taken."""
+        apart again in steps taken together: rank 0's is taken."""
         for update in self.updates:
             for param in update.params.values():
                 state = update.optimizer.state.get(param.home, {})
