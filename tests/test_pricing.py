@@ -8,10 +8,11 @@ import pytest
 from test_planner import question
 
 import zeroshard as zs
+from zeroshard import pricing
 from zeroshard.machine import machine
 from zeroshard.plan import Candidate
 from zeroshard.planner import Question, price
-from zeroshard.pricing import HOOKED
+from zeroshard.pricing import HOOKED, SENT, STEPPED
 from zeroshard.timeline import Segment
 
 
@@ -45,6 +46,21 @@ def test_python_holds_up_the_pass_that_it_is_slow_in() -> None:
     parts = len(host.setup(host.options).parts)
     more = priced(handed).seconds["interpreter"] - priced(host).seconds["interpreter"]
     assert more == pytest.approx(parts * 1e-3)
+
+
+def test_python_hands_updates_over_while_they_run() -> None:
+    """A host that keeps up with backward takes Python's time from it alone; one that falls behind, from the
+    next forward too. The step itself is Python's as well."""
+    one = machine("H100", launch=1e-6, hand=1e-3)
+    asked = question(1000, machine=one, world=1)
+    options = dataclasses.replace(asked.options, stage=0, offload=zs.Offload(), clip_norm=1.0)
+    setup, segments = asked.setup(options), [Segment("", kernels=100, kernels_back=300)]
+    handed = len(setup.parts) * (1e-3 + SENT * 1e-6)
+    assert pricing._launched(setup, segments, one, 1.5) == pytest.approx((1e-4, 3e-4 + handed))
+    quarter = 1e-4 + 0.75 * handed, 3e-4 + 0.25 * handed
+    assert pricing._launched(setup, segments, one, 0.25) == pytest.approx(quarter)
+    told = price(asked, options, tuple(segments)).seconds["interpreter"]
+    assert told == pytest.approx(4e-4 + handed + STEPPED * 1e-6 * len(setup.parts))
 
 
 def test_an_update_takes_what_was_measured_of_it() -> None:

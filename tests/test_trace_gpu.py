@@ -19,7 +19,7 @@ from zeroshard.pricing import HOOKED, RECOMPUTED
 from zeroshard.recurrent import Shape
 from zeroshard.timeline import Segment
 from zeroshard.trace import Inputs, Tracer
-from zeroshard.traffic import ATTENTION, Traffic
+from zeroshard.traffic import BESIDE, Traffic
 
 ROWS, LENGTH, WIDTH, HEADS = 2, 16, 32, 4
 ONE = ROWS * LENGTH * WIDTH * 2  # bytes of an activation in bf16
@@ -97,7 +97,11 @@ def test_what_operations_cost() -> None:
     q = torch.ones(1, 2, 8, 4, requires_grad=True)
     with Traffic() as cost:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert cost.flops == ATTENTION * 2 * 2 * q.numel() * 8 // 2
+    assert cost.flops == 2 * 2 * 2 * q.numel() * 8 // 2  # twice its products
+    few, many = torch.ones(1, 1, 8, 4), torch.ones(1, 1, 3 * BESIDE, 4)
+    with Traffic() as cost:
+        F.scaled_dot_product_attention(few, many, many)
+    assert cost.flops == 2 * 2 * few.numel() * 4 * BESIDE  # a third more than them
 
 
 def test_an_lstm_keeps_its_gates() -> None:

@@ -35,6 +35,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, help="write them into one file of results, and a table beside it")
+    parser.add_argument("--note", help="a paragraph for that table: what there is to know of these runs")
     parser.add_argument("--figure", action="append", default=[], metavar="NAME=VALUE", help="of the machine")
     args = parser.parse_args()
     figures = {name: float(value) for name, value in (one.split("=") for one in args.figure)}
@@ -54,7 +55,7 @@ def main():
         command = (
             "python benchmarks/gpu/plan_error.py`, predicted anew by `python benchmarks/gpu/plan_again.py"
         )
-        write(args.out, facts | {"commit": commits, "command": command}, made)
+        write(args.out, facts | {"commit": commits, "command": command, "note": args.note}, made)
     print("\n".join([*summary(made), "", *table(made)]))
 
 

@@ -217,6 +217,7 @@ def write(path, facts, rows):
         f"fp32 master and AdamW, {facts['seq']} tokens a row. Device: the allocator's most allocated bytes; "
         "host: resident memory over what the process had before. Worlds of more than one rank are simulated.",
         "",
+        *([facts["note"], ""] if facts.get("note") else []),
         *steadiness(rows),
         *summary(rows),
         "",

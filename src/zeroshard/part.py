@@ -222,10 +222,12 @@ class Part(Guarded):
         """What the next update does. Parameters that no rank used are left out, as torch's optimizers leave
         out those without a gradient."""
         found: list[Stretch] = []
+        made: dict[int, AdamStep | SgdStep] = {}  # most have had equally many
         for index, ((start, _), end) in enumerate(zip(self.spans, self._ends, strict=True)):
             if not self.used[index]:
                 continue
-            step = self._step(self.steps[index] + 1, scale)
+            count = self.steps[index] + 1
+            step = made.get(count) or made.setdefault(count, self._step(count, scale))
             if found and found[-1].stop == start and found[-1].step == step:
                 found[-1] = Stretch(found[-1].start, end, step)
             else:

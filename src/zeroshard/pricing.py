@@ -15,8 +15,9 @@ from .shapes import WIDTHS
 from .timeline import Segment
 
 # Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
-# in forward and in backward. And as sending a part's gradient to the host and fetching its weights takes.
-HOOKED, RECOMPUTED, SENT = (5, 12), (24, 51), 20
+# in forward and in backward. And as sending a part's gradient to the host and fetching its weights takes, and
+# the part's share of `optimizer.step()`.
+HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 20, 4
 IN_HAND = 4  # parts that the host has taken up, as in `host`: updated or on their way to it
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
 # on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
@@ -70,10 +71,14 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     if held["disk"]:
         parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
     if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
-        launched = _launched(setup, segments, machine)
-        parts["interpreter"] = sum(launched)
+        launched = _launched(setup, segments, machine, computed[1] / max(parts.get("host update", 0.0), 1e-9))
+        # Backward is over when the norm is known: the device has nothing to do until the step has been.
+        stepped = STEPPED * machine.launch * sum(part.native for part in setup.parts)
+        parts["interpreter"] = sum(launched) + stepped
         # The device waits for Python in each pass that it is faster in, and makes up for it in no other.
-        beside["compute"] += sum(max(late - work, 0.0) for late, work in zip(launched, computed, strict=True))
+        beside["compute"] += stepped + sum(
+            max(late - work, 0.0) for late, work in zip(launched, computed, strict=True)
+        )
     return Seconds(parts, max(beside.values()) + alone + last)
 
 
@@ -101,19 +106,19 @@ def _exchange(setup: Setup, machine: Machine, sent: Sent) -> float:
     return max(inside, between) + _messages(setup) * machine.latency
 
 
-def _launched(setup: Setup, segments: Sequence[Segment], machine: Machine) -> tuple[float, float]:
+def _launched(
+    setup: Setup, segments: Sequence[Segment], machine: Machine, inside: float
+) -> tuple[float, float]:
     """What Python takes for forward and for backward. It runs one thread at a time, so what it does for the
-    host's updates holds up both alike."""
+    host's updates holds up the pass that they run in: `inside` is the share of them that backward has time
+    for; the next forward has the rest."""
     launches = [sum(s.kernels for s in segments), sum(s.kernels_back for s in segments)]
     for unit in (s.unit for s in segments if s.unit):
         for number in range(2):
             launches[number] += HOOKED[number] + RECOMPUTED[number] * setup.recomputes(unit)
     sent = sum(part.native for part in setup.parts) * (machine.hand + SENT * machine.launch)
-    total = sum(launches)
-    if not total:
-        return 0.0, sent
-    forward, backward = (count * (machine.launch + sent / total) for count in launches)
-    return forward, backward
+    forward, backward = (count * machine.launch for count in launches)
+    return forward + sent * (1 - min(inside, 1.0)), backward + sent * min(inside, 1.0)
 
 
 def _awaited(setup: Setup, update: float, copy: float) -> float:

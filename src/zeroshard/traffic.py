@@ -16,9 +16,10 @@ from torch.utils.flop_counter import flop_registry
 
 from .recurrent import products
 
-# Between its two products attention has a softmax that the same kernel does: it reaches half the rate of one
-# product. With it the efficiency of products is the same at all widths (LOG.md).
-ATTENTION = 2
+# Beside its products, a row of attention costs what so many more keys would: over 2,048 keys the kernel
+# reaches half the rate of one product, and with that the efficiency of products is the same at all widths;
+# over 8,192 it reaches 4/5 (LOG.md). Of fewer keys than this nothing is known, and half is taken.
+BESIDE = 2048
 _GATHERING = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default}  # read what they write
 
 
@@ -40,11 +41,12 @@ def cost(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[int
 
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Operations of attention in one kernel: two products, in backward five. A causal one leaves out half.
-    Each counts as `ATTENTION` operations of a product."""
+    With what it does beside them; see `BESIDE`."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key = given["query"], given["key"]
-    one = 2 * ATTENTION * int(query.numel()) * int(key.shape[-2])
+    keys = int(key.shape[-2])
+    one = 2 * int(query.numel()) * (keys + min(keys, BESIDE))
     return (
         one
         * (5 if "grad_out" in names or "grad_out_" in names else 2)
