@@ -93,10 +93,10 @@ def other_rows(task: Mapping[str, int], timeout: float) -> list[Row]:
 
 
 def node_rows(each: int, task: Mapping[str, int], timeout: float) -> list[Row]:
-    """What leaves a node at stage 3. Flat stage 3 keeps its last unit between forward and backward, so
-    without codecs the bound is `each` x 3/2 less that."""
+    """What leaves a node at stage 3. Flat stage 3 keeps its last two units between forward and backward, so
+    without codecs the bound is `each` x 3/2 less these."""
     found = counted(list(node_ways(each)), 2 * each, task, timeout)
-    flat, bound = found["flat"], (3 - 1 / task["blocks"]) * each / 2
+    flat, bound = found["flat"], (3 - 2 / task["blocks"]) * each / 2
     bars = {**NODES, "node cache": 0.99 * bound}
     return [compared(row, flat, bars.get(name, 0.0)) for name, row in found.items()]
 

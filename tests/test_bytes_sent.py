@@ -9,7 +9,8 @@ same.
 | 1, 2  | Ψ (gradients to their owners) + Ψ (new parameters to all)                       |
 | 3     | Ψ (gradients) + 2Ψ - kept (parameters for forward, and again for backward)      |
 
-kept: the root and the last unit stay between forward and backward, so they travel once.
+kept: the root, the last unit and as many before it as are gathered ahead (none over shared memory) stay
+between forward and backward, so they travel once.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ def send(
     dist.barrier()
     spent, stop = run.stats() - before, loopback()
     units = run.units
-    last = list(units)[-1]
+    ahead = options.get("prefetch", 1) if run.transport == "gloo" else 0
+    last = list(units)[-1 - ahead :]
     run._runtime.transport.close()
     return {
         "units": units,
-        "kept": units["(root)"] + units[last],
+        "kept": units["(root)"] + sum(units[name] for name in last),
         "sent": spent.sent,
         "received": spent.received,
         "steps": spent.steps,

@@ -91,6 +91,38 @@ def test_a_trillion_parameters_on_ten_thousand_ranks_at_once() -> None:
     )
 
 
+def forward_alone() -> tuple[int, int, int, int]:
+    """Steps, and between them a forward that no backward follows: gathered bytes at most before and after it,
+    those of a block, and bytes that were gathered by the last step."""
+    model = models.Tower(96, 6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = zs.shard(model, optimizer, stage=3, transport="gloo", prefetch=2)
+
+    def step() -> None:
+        model(torch.ones(2, 96)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    before = run.stats().peak["gathered"]
+    model(torch.ones(2, 96))
+    sent = run.stats()
+    step()
+    after = run.stats()
+    run._runtime.transport.close()
+    return before, after.peak["gathered"], 4 * list(run.units.values())[-1], (after - sent).sent["gather"]
+
+
+@pytest.mark.ranks
+def test_units_that_stay_for_a_backward_do_not_stay_for_ever() -> None:
+    """Of three that are kept for it only the last is still there when another forward begins."""
+    for before, after, block, sent in ranks(2).run(forward_alone):
+        assert before < after <= before + 1.01 * block
+        # Five blocks forward, for that last one is still right; three again backward; half of each.
+        assert sent == pytest.approx(8 * block / 2, rel=0.02)
+
+
 def test_prefetch_and_recomputation_take_buffers() -> None:
     units = tower(64, 6)
     root, block = units[0].numel * 4, units[1].numel * 4

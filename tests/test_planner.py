@@ -217,9 +217,10 @@ def send(options: dict[str, Any], passes: int = 1) -> tuple[Any, Sent]:
         if count == 2:
             before = run.stats()
         step(run, model, optimizer, torch.ones(2, 96), passes)
-    sent = run.stats() - before
+    sent, overlaps = run.stats() - before, run._runtime.transport.overlaps
     run.close()
-    return sent, sent_by_rank(Setup(units, run.options, run.size, rules), run.options.ranks_per_node, passes)
+    setup = Setup(units, run.options, run.size, rules, overlaps=overlaps)
+    return sent, sent_by_rank(setup, run.options.ranks_per_node, passes)
 
 
 @pytest.mark.ranks

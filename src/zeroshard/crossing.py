@@ -69,7 +69,8 @@ def sent_by_rank(setup: Division, ranks_per_node: int | None = None, passes: int
             sent.add("reduce", _travels(bucket, bucket.landed), isinstance(bucket.codec, Codec))
     if setup.options.stage == 0:
         return sent
-    ends = {setup.units[0].name, setup.units[-1].name}  # stay gathered between forward and backward
+    # These stay gathered between forward and backward.
+    ends = {unit.name for unit in (setup.units[0], *setup.units[-1 - setup.ahead :])}
     for bundle in setup.bundles:
         size, kept = _gathered(setup, bundle), setup.keeps(bundle)
         if kept:

@@ -130,6 +130,11 @@ class Division(ABC):
         return any(self.streams(bundle) for bundle in self.bundles)
 
     @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of use, and stay from forward to backward beside the last."""
+        return self.options.prefetch if self.overlaps or self.streamed else 0
+
+    @property
     def resident(self) -> bool:
         """Whether all leaves are always whole on the device."""
         return all(self.keeps(bundle) for bundle in self.bundles)

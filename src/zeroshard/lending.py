@@ -1,7 +1,8 @@
 """Which gathered buffers are lent at one time in a training step. Integers only.
 
-Follows `runtime`: forward keeps the root and the last unit, backward lets a unit go when the next one comes,
-and gathers run some units ahead where the transport overlaps. Recomputation changes nothing in that.
+Follows `runtime`: gathers run some units ahead where the transport overlaps; forward keeps the root, the last
+unit, and as many before it as run ahead; backward lets a unit go when the next one comes. Recomputation
+changes nothing in that.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def most_lent(
     for place, name in enumerate(order):
         take(order[place : place + 1 + ahead])
         arriving.give(name)
-        if name != order[0] and place < len(order) - 1:
+        if name != order[0] and place < len(order) - 1 - ahead:
             lent.give(name)
     above: str | None = None
     for place in reversed(range(len(order))):

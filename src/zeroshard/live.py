@@ -62,6 +62,39 @@ class LiveUnit:
 Seats = dict[str, nn.Parameter | None]
 
 
+class Course:
+    """The order in which units compute, recorded in forward: which come next, and which stay for backward."""
+
+    def __init__(self) -> None:
+        self.last: list[LiveUnit] = []  # stay from forward to backward, which needs them first
+        self._units: list[LiveUnit] = []
+        self._places: dict[int, int] = {}  # id(unit) -> place among them
+        self._trace: list[LiveUnit] = []
+        self._reach = 0
+
+    def enter(self, unit: LiveUnit) -> None:
+        """It computes, in forward."""
+        self._trace.append(unit)
+
+    def end(self, reach: int) -> None:
+        """A forward is over. `reach`: how many units are gathered ahead of use."""
+        units = list(dict.fromkeys(self._trace))
+        self._trace.clear()
+        if len(units) >= len(self._units):
+            self._units, self._reach = units, reach
+            self._places = {id(unit): place for place, unit in enumerate(units)}
+            self.last = units[-1 - reach :]
+
+    def upcoming(self, unit: LiveUnit, backward: bool) -> list[LiveUnit]:
+        """What is gathered ahead while a unit computes."""
+        place = self._places.get(id(unit))
+        if place is None:
+            return []
+        if backward:
+            return self._units[max(place - self._reach, 0) : place][::-1]
+        return self._units[place + 1 : place + 1 + self._reach]
+
+
 def _seats(params: Sequence[Param]) -> list[tuple[Seats, Seats, Seats]]:
     """Per module where parameters stand: its own parameters, and the leaves and homes to put there."""
     found: dict[int, tuple[Seats, Seats, Seats]] = {}

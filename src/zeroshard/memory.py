@@ -242,9 +242,8 @@ def gathered(setup: Setup) -> int:
             else:
                 stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
-    ahead = setup.options.prefetch if setup.overlaps or setup.streamed else 0
     at_once = setup.overlaps and setup.resident  # all are published at once
-    most = most_lent(sizes, stages, ahead, at_once)
+    most = most_lent(sizes, stages, setup.ahead, at_once)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
     # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
     arriving = sum(changes if setup.overlaps else set(changes))

@@ -32,7 +32,7 @@ from .grad import Gradients, LocalGradients
 from .guard import Reader
 from .host import HostUpdates
 from .layout import Slot
-from .live import LiveUnit
+from .live import Course, LiveUnit
 from .norm import clip_scale, global_norm
 from .param import Bundle, Residence, SavedTensors
 from .part import Part
@@ -73,8 +73,7 @@ class Runtime:
         self._epoch = 0
         self._active = 0  # units entered and not left
         self._keep_full = False
-        self._order: dict[int, int] = {}  # id(unit) -> place in the recorded forward order
-        self._sequence, self._trace = list[LiveUnit](), list[LiveUnit]()
+        self._course = Course()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
         self._stray = False  # a home got a gradient of its own in this backward
@@ -97,7 +96,7 @@ class Runtime:
                 self.pace.advance()
                 unit.follow_homes()
                 unit.stand_leaves()
-                self._trace.append(unit)
+                self._course.enter(unit)
         unit.depth += 1
         if unit.sharded:
             self.saved.push()
@@ -116,25 +115,15 @@ class Runtime:
             unit.stand_homes()
             if not self._kept_for_backward(unit):
                 unit.release()
-        if self._active == 0:
-            self._record_order()
+        if self._active == 0 and self._task is None:
+            self._course.end(self.options.prefetch if self._overlaps else 0)
 
     def _kept_for_backward(self, unit: LiveUnit) -> bool:
-        """The root and the last unit are the first that backward needs; dropping them would fetch them
-        twice in a row."""
+        """The root and the last units are the first that backward needs; dropping them would fetch them
+        twice in a row. There is room for as many as are gathered ahead."""
         if self._keep_full:
             return True
-        return torch.is_grad_enabled() and (
-            unit is self.units[0] or (bool(self._sequence) and unit is self._sequence[-1])
-        )
-
-    def _record_order(self) -> None:
-        if self._task is None:
-            sequence = list(dict.fromkeys(self._trace))
-            if len(sequence) >= len(self._sequence):
-                self._sequence = sequence
-                self._order = {id(unit): place for place, unit in enumerate(sequence)}
-            self._trace.clear()
+        return torch.is_grad_enabled() and (unit is self.units[0] or unit in self._course.last)
 
     def _wake(self) -> None:
         """The first unit of a forward: hand on this rank's newest rows, and start to fetch the peers'."""
@@ -144,6 +133,10 @@ class Runtime:
             self._abandon()
         if self._task is None and not self._ahead:
             self._refuse_pending()
+        if self._task is None and not self._keep_full:
+            for unit in self._course.last[:-1]:
+                if unit is not self.units[0]:
+                    unit.release()  # of a forward that no backward has followed yet: their room is wanted
         self.publish()
 
     def publish(self) -> None:
@@ -189,21 +182,12 @@ class Runtime:
         for bundle in unit.bundles:
             bundle.gather(self._epoch)
         if self._overlaps:
-            for ahead in self._upcoming(unit):
+            for ahead in self._course.upcoming(unit, backward=self._task is not None):
                 if all(part.holding or part.done.is_set() for part in ahead.parts):
                     for bundle in ahead.bundles:
                         bundle.gather(self._epoch)
         for bundle in unit.bundles:
             bundle.finish()
-
-    def _upcoming(self, unit: LiveUnit) -> list[LiveUnit]:
-        place = self._order.get(id(unit))
-        if place is None:
-            return []
-        ahead = self.options.prefetch
-        if self._task is None:
-            return self._sequence[place + 1 : place + 1 + ahead]
-        return self._sequence[max(place - ahead, 0) : place][::-1]
 
     @property
     def bundles(self) -> list[Bundle]:
