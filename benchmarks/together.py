@@ -68,6 +68,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 3, Ternary gradients, TwoBit changes of parameters": sharded(
         zs.Ternary(), zs.Delta(zs.TwoBit(block=64, feedback=False))
     ),
+    "stage 3, Ternary gradients, TwoBit changes, OneBit those of embedding and head": sharded(
+        zs.Ternary(),
+        NORMS
+        | dict.fromkeys(
+            ("embedding*", "head*"), zs.Delta(zs.OneBit(block=512, warmup_steps=0, feedback=False))
+        )
+        | {"*": zs.Delta(zs.TwoBit(block=64, feedback=False))},
+    ),
     "stage 3, TwoBit gradients, OneBit changes of parameters": sharded(
         zs.TwoBit(block=512), zs.Delta(zs.OneBit(block=512, warmup_steps=0, feedback=False))
     ),
