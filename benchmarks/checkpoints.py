@@ -255,7 +255,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=600, help="of weights and moments, both ranks")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=140, help="of steps with and without a background save")
+    parser.add_argument("--pairs", type=int, default=120, help="of steps with and without a background save")
     parser.add_argument("--device", default="cpu", help="of the rank that leaves cores to spare: cpu or cuda")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary one)")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")

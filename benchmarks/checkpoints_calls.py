@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--megabytes", type=int, default=600, help="of weights and moments, all ranks")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     found = {kind: measure(kind, asked) for kind in KINDS}
