@@ -131,7 +131,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=Path,
         const=Path(),
         metavar="FILE.json",
-        help="write results (default name: benchmarks/results/DATE-cpu-MODEL.json)",
+        help="write results (default name: benchmarks/results/DATE-cpu-MODEL[-turns].json)",
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every bar is passed")
     options = parser.parse_args(arguments)
@@ -145,7 +145,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ours = [name for name in options.systems if name.startswith("zs-")]
         options.systems = options.systems + [f"{name}{OTHER}" for name in ours]
     if options.out == Path():
-        name = f"{datetime.date.today().isoformat()}-cpu-{options.model}.json"
+        how = "-turns" if options.turns else ""
+        name = f"{datetime.date.today().isoformat()}-cpu-{options.model}{how}.json"
         options.out = HERE / "results" / name
     return options
 

@@ -6,8 +6,10 @@ import math
 import random
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +23,10 @@ from recipes import Loop, Recipe, loss_of, optimizers
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard import host as host_updates
 from zeroshard.checkpoint import PendingSave, Saved
 from zeroshard.checkpoint.staging import Image
+from zeroshard.native import adam_update
 from zeroshard.sync import AdaptivePace
 
 HALF, ROWS = 10, 12  # steps of a half and rows of a batch, unless a function is told otherwise
@@ -229,25 +233,35 @@ def first(
 
 
 def beside(path: Path, recipe: Recipe, options: dict[str, Any], steps: int = 3) -> tuple[Half, Half]:
-    """Some steps, a blocking save and at once a background one, which copies with random delays while two
-    more steps go on; and the same steps without a save."""
-    cut = Cut(recipe, options)
-    cut.train(0, steps)
-    cut.run.save(path / "blocking", **cut.company)
-    draw, fill = random.Random(cut.rank), Image.fill
+    """Some steps and a background save, which copies with random delays while two more steps go on, and host
+    updates with random delays too; and the same with a blocking save and without delays."""
+    halves = []
+    for background in (True, False):
+        seed(7)
+        cut = Cut(recipe, options)
+        with slowed(cut.rank) if background else nullcontext():
+            cut.train(0, steps)
+            saved = cut.run.save(path / str(background), background=background, **cut.company)
+            cut.train(steps, steps + 2)
+            if isinstance(saved, PendingSave):
+                saved.wait()
+        halves.append(cut.end())
+    return halves[0], halves[1]
 
-    def delayed(*given: Any) -> None:
+
+@contextmanager
+def slowed(rank: int) -> Iterator[None]:
+    draw = random.Random(rank)
+
+    def later(work: Callable[..., None], *given: Any, **more: Any) -> None:
         time.sleep(draw.choice((0.0, 0.0, 0.001, 0.006)))
-        fill(*given)
+        work(*given, **more)
 
-    with patch.object(Image, "fill", delayed):
-        saved = cut.run.save(path / "background", background=True, **cut.company)
-        assert isinstance(saved, PendingSave)
-        cut.train(steps, steps + 2)
-        saved.wait()
-    undisturbed = Cut(recipe, options)
-    undisturbed.train(0, steps + 2)
-    return cut.end(), undisturbed.end()
+    with ExitStack() as stack:
+        fill = Image.fill
+        stack.enter_context(patch.object(Image, "fill", lambda *given: later(fill, *given)))
+        stack.enter_context(patch.object(host_updates, "adam_update", partial(later, adam_update)))
+        yield
 
 
 def second(

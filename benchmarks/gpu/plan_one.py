@@ -293,13 +293,13 @@ def warm_up(device):
 def load_kernels(size, rows, seq, device):
     """Have the kernels of these shapes loaded, which a process does once and keeps in its memory."""
     _, width, hidden, heads = SIZES[size]
-    block, head = Block(width, hidden, heads), torch.nn.Linear(width, VOCAB, bias=False)
-    for module in (block, head):
-        module.to(device, torch.bfloat16)
+    with torch.device(device):
+        block = Block(width, hidden, heads).bfloat16()
+        head = torch.nn.Linear(width, VOCAB, bias=False).bfloat16()
     x = torch.zeros(rows, seq, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     head(block(x)).sum().backward()
     torch.cuda.synchronize()
-    del block, head, module, x
+    del block, head, x
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 

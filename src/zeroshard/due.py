@@ -1,11 +1,15 @@
-"""Updates that are due, and those on their way to the host."""
+"""Updates that are due, and those on their way to the host.
+
+[Note: saved meanwhile] A background save copies a part when the updates from before it are done, and the next
+update of the part waits for the copy. So an update from before a save never waits for one from after it.
+"""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,7 +24,7 @@ class Job:
     """An update that is due. `landed`: when its gradient is complete on the device. `taken`: an update with
     this gradient that stands, and is taken back first; then without `stretches` that is all. `held`: the
     weights that go with the state are those that its part holds back. `reader`: still copies the state before
-    it."""
+    it. `done`: set when all of it is."""
 
     part: Part
     flat: Tensor
@@ -29,6 +33,7 @@ class Job:
     taken: list[Stretch] | None = None
     held: bool = False
     reader: Reader | None = None
+    done: threading.Event = field(default_factory=threading.Event)
 
     def steps(self) -> list[tuple[Stretch, AdamStep | SgdStep | None, AdamStep | SgdStep | None]]:
         """Elements, what is done with them, and what is taken back before. The two differ in the gradient's
@@ -57,7 +62,12 @@ def next_of(due: Sequence[Job], idle: bool) -> int | None:
     asked, the newest.
 
     The training thread launches far ahead of the device, so the newest job may be the last to be ready: where
-    none is ready, an idle host takes the oldest, which will be first."""
+    none is ready, an idle host takes the oldest, which will be first.
+
+    Jobs from before a save lie in front of those with a reader, and go first; see [Note: saved
+    meanwhile]."""
+    old = next((at for at, job in enumerate(due) if job.reader is not None), 0)
+    due = due[:old] if old else due
     ready = bisect_left(due, True, key=lambda job: not job.landed.passed())
     if ready:
         return min(range(ready), key=lambda at: (due[at].part.turn, -at))

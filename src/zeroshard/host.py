@@ -119,8 +119,8 @@ class HostUpdates:
         stands, held = part.taken if undo else None, hold or (undo and part.holding)
         part.taken = None if scale is None else part.stretches(scale)
         part.holding = hold
-        part.done.clear()
         job = Job(part, part.flat, part.taken, self.copies.here(), stands, held, part.let_read())
+        part.done = job.done
         with self._changed:
             # Gradients that wait on the device take room there; without `undo` none was planned for all of
             # them.
@@ -150,7 +150,8 @@ class HostUpdates:
             try:
                 while len(staged) < AHEAD and (job := held or self._next_due(idle=not staged)) is not None:
                     held = None
-                    stage = self.arena.take(job.part.stage_bytes, wait=not staged)
+                    blocked = bool(staged) and job.reader is not None  # [Note: saved meanwhile]
+                    stage = None if blocked else self.arena.take(job.part.stage_bytes, wait=not staged)
                     if stage is None:  # what is staged has to go on first
                         held = job
                         break
@@ -238,7 +239,7 @@ class HostUpdates:
                 self._show(part, weight)
             self.arena.give(staged.stage, part.ready)
             self._busy.release()
-            part.done.set()
+            staged.job.done.set()
 
     def _show(self, part: Part, weight: Tensor) -> None:
         """Send new weights to where the next forward finds them."""
@@ -391,10 +392,18 @@ class HostUpdates:
 
     def wait(self, part: Part) -> None:
         """Let what is launched from here on find this part's weights."""
-        while not part.done.wait(0.5):
+        self._wait_for(part.done)
+        part.ready.wait_on_device()
+
+    def finish(self, part: Part, done: threading.Event) -> None:
+        """Wait in any thread for an update that was the last to be begun when `part.done` was this event."""
+        self._wait_for(done)
+        part.ready.wait_on_host()
+
+    def _wait_for(self, done: threading.Event) -> None:
+        while not done.wait(0.5):
             self.check()
         self.check()
-        part.ready.wait_on_device()
 
     def drain(self) -> None:
         """Wait for the weights of all parts."""

@@ -30,11 +30,11 @@ from .snapshot import (
     Company,
     Seat,
     buffers_of,
-    codes_of,
     host_parts,
     pace_held,
     paged_held,
     parameter_held,
+    places_of,
     private_held,
     restore_random,
     seats_of,
@@ -323,11 +323,7 @@ def _adopt_state(targets: Targets, plain: Mapping[str, Any]) -> None:
 
 def _take_codes(runtime: Runtime, saved: list[Any]) -> None:
     """8-bit moments bit for bit, where the same rows lie in the same places."""
-    parts = {
-        str(codes_of(part, runtime.transport.rank)["where"]): part
-        for part in host_parts(runtime)
-        if part.coded
-    }
+    parts = {str(places_of(part, runtime.transport.rank)): part for part in host_parts(runtime) if part.coded}
     for item in saved:
         part = parts.get(str(item["where"]))
         if part is not None:

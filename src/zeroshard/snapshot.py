@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -183,20 +183,39 @@ def paged_held(seat: Seat, part: Part, key: str, rank: int) -> Held:
     return Held(seat.param.name, kind, slot.shape, "float32", (start, stop), read, write, owner=part)
 
 
-def codes_of(part: Part, rank: int) -> dict[str, Any]:
+def codes_of(part: Part, rank: int, begun: Begun) -> dict[str, Any]:
     """The very codes of 8-bit moments, and where they belong. Decoding and encoding again would round them
     anew; a run with the same rows takes these instead."""
-    where = [
-        [p.name, at, list(p.slot.rows(rank))] for p, (at, _) in zip(part.params, part.spans, strict=True)
-    ]
     ends = {"exp_avg": part.numel, "exp_avg_sq": part.numel, "scales": scale_count(part.numel)}
-    return {"where": where, "codes": [array_held(part, name, end) for name, end in ends.items()]}
+    codes = [array_held(part, name, end) for name, end in ends.items()]
+    return {"where": places_of(part, rank), "codes": [once_done(code, begun) for code in codes]}
+
+
+def places_of(part: Part, rank: int) -> list[list[Any]]:
+    """Whose rows lie in a part, and where."""
+    return [[p.name, at, list(p.slot.rows(rank))] for p, (at, _) in zip(part.params, part.spans, strict=True)]
 
 
 def array_held(part: Part, name: str, end: int) -> Held:
     """One array of a part's state, flat, wherever it rests."""
     dtype = dtype_name(part.form.dtypes()[name])
     return Held("", "", (end,), dtype, (0, end), partial(part.read, name), _unwritten, owner=part)
+
+
+Begun = dict[int, Callable[[], None]]  # by id of the part: waits for updates begun by now
+
+
+def once_done(held: Held, begun: Begun) -> Held:
+    """The same, to be read when the updates that change it are done."""
+    wait, rows_of = begun.get(id(held.owner)), held.read
+    if wait is None:
+        return held
+
+    def read(first: int, last: int) -> Tensor:
+        wait()
+        return rows_of(first, last)
+
+    return replace(held, read=read)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -219,7 +238,15 @@ def snapshot_of(
     # What training uses is quicker than what saves talk over, and this holds training up.
     if runtime.transport.max([float(problem is not None)])[0]:
         refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))
-    runtime.settle()
+    begun: Begun = {}
+    if background:  # whoever copies a part waits for what the host has begun
+        for bundle in runtime.bundles:
+            bundle.catch_up()
+        updates = runtime.host.updates if runtime.host is not None else None
+        if updates is not None:
+            begun = {id(part): partial(updates.finish, part, part.done) for part in updates.parts}
+    else:
+        runtime.settle()
     parts = {id(p): part for part in host_parts(runtime) for p in part.params}
     held = [parameter_held(p, rank, parts.get(id(p))) for p in runtime.params] + pace_held(runtime)
     held += [private_held(private, rank) for private in runtime.pace.private()]
@@ -240,7 +267,8 @@ def snapshot_of(
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
     own["sync"] = runtime.pace.own()
-    own["codes"] = [codes_of(part, rank) for part in host_parts(runtime) if part.coded]
+    own["codes"] = [codes_of(part, rank, begun) for part in host_parts(runtime) if part.coded]
+    held = [once_done(item, begun) for item in held] if begun else held
     return Snapshot(held, _values(runtime, company), own, {"plain_state": _plain_state(seats)})
 
 
