@@ -204,7 +204,10 @@ class Promise:
 
     def exceeded(self, size: int) -> None:
         """The limit refuses so many more bytes: say what was planned, and what there is."""
-        now = dict(self._stats().peak) if self._stats is not None else {}
+        now: dict[str, int] = {}
+        if self._stats is not None:
+            stats = self._stats()
+            now = stats.peak | self._of_allocator(stats)
         now["activations"] = now.get("activations", 0) + size  # lasting tensors are refused by the ledger
         kinds = [
             f"{kind} {show_bytes(planned)}, and with these there would be {show_bytes(now[kind])}"
@@ -222,6 +225,15 @@ class Promise:
             "; ".join(kinds) or f"{show_bytes(self.planned['device'])} in all",
             _CAUSES["activations"] if any(kind.startswith("activations") for kind in kinds) else "",
         )
+
+    def _of_allocator(self, stats: Stats) -> dict[str, int]:
+        """Activations that there are on a GPU: what is neither booked nor planned beside them."""
+        if self._device.type != "cuda":
+            return {}
+        booked = sum(stats.live.get(kind, 0) for kind in ON_DEVICE)
+        beside = sum(self.plan.chosen.kinds.get(kind, 0) for kind in ("inputs", "workspace"))
+        used = torch.cuda.memory_allocated(self._device) - self._others
+        return {"activations": max(used - booked - beside, 0)}
 
     def release(self) -> None:
         """Give the allocator its own limit back."""
