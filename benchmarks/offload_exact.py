@@ -2,7 +2,7 @@
 
     python benchmarks/offload_exact.py --path /scratch --out          # all of it, some minutes
     python benchmarks/offload_exact.py --quick --path /scratch        # a few cells
-    python benchmarks/offload_exact.py --device cuda --path /scratch  # one rank, with real streams
+    python benchmarks/offload_exact.py --device cuda --path /scratch  # with real streams; two ranks share it
 
 Each cell trains 50 steps, in some of which clipping is active: expected, unexpected (the update is taken
 back), and after a calm step. It is run overlapped with random delays in copies, requests of the disk and
@@ -36,7 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src"), str(HERE.parent / "tests")]
 
 import provenance  # noqa: E402
 import torch  # noqa: E402
-from offload_case import Case, Pace, Trained, furthest, offloaded, plain, thirds  # noqa: E402
+from offload_case import Case, Pace, Trained, furthest, offloaded, plain, repeatable, thirds  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
 from zeroshard.testing import ranks  # noqa: E402
@@ -109,9 +109,7 @@ def waited(place: tuple[Any, ...], device: str, path: str) -> Trained:
 
 def prepare(device: str) -> None:
     torch.set_num_threads(1)
-    if device == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    repeatable(device)
 
 
 def check(cell: Cell, path: str, device: str, seed: int) -> Cell:
@@ -131,9 +129,8 @@ def check(cell: Cell, path: str, device: str, seed: int) -> Cell:
     return cell
 
 
-def cells(quick: bool, device: str) -> list[Cell]:
+def cells(quick: bool, worlds: list[int]) -> list[Cell]:
     made = []
-    worlds = (1,) if device != "cpu" else (1, 2)
     product = itertools.product(TIERS, (0, 1, 2, 3), worlds, (1, 2), MASTERS)
     for tier, stage, world, accumulate, master in product:
         if tier == "disk, parameters too" and world > 1:
@@ -163,13 +160,14 @@ def main() -> int:
     )
     parser.add_argument("--path", type=Path, default=Path("."), help="a folder on a disk")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, a process each")
     parser.add_argument("--out", action="store_true", help="write results/<date>-<device>-offload-exact")
     options = parser.parse_args()
     asked = [
         (cell, str(options.path.resolve()), options.device, number)
-        for number, cell in enumerate(cells(options.quick, options.device))
+        for number, cell in enumerate(cells(options.quick, options.ranks))
     ]
     done = []
     context = multiprocessing.get_context("spawn")

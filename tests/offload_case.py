@@ -6,6 +6,7 @@ would blow that rounding up to whole steps, in any two runs that differ in one b
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -206,8 +207,16 @@ def refresh_away(self: Bundle, plain: Callable[..., None], written: bool = False
                 weight.copy_(split(master.reshape(-1))[0].view(weight.shape))
 
 
+def repeatable(device: str) -> None:
+    """Sums in the same order in every run, on a GPU too. Before its first use."""
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
 def offloaded(case: Case, options: dict[str, Any], pace: Pace = "overlapped", seed: int = 0) -> Trained:
     """The plain loop with `shard(..., offload=...)`; on a rank of the default group where there is one."""
+    repeatable(case.device)
     joined = dist.is_available() and dist.is_initialized()
     rank, told = dist.get_rank() if joined else 0, Trained()
     model = make_model(case.tied).to(case.device)
@@ -226,7 +235,7 @@ def offloaded(case: Case, options: dict[str, Any], pace: Pace = "overlapped", se
         told.stats = run.stats()
         told.rests = {(place.optimizer, place.parameters) for place in run.placement}
         run.close()
-    told.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    told.weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     told.state = named_state(model, optimizer)
     return told
 
@@ -234,7 +243,7 @@ def offloaded(case: Case, options: dict[str, Any], pace: Pace = "overlapped", se
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     names = {p: name for name, p in model.named_parameters()}
     held = {names[p]: state for p, state in optimizer.state.items()}
-    return {n: {k: v.clone() for k, v in s.items() if isinstance(v, Tensor)} for n, s in held.items()}
+    return {n: {k: v.cpu().clone() for k, v in s.items() if isinstance(v, Tensor)} for n, s in held.items()}
 
 
 def plain(case: Case, world: int = 1) -> Trained:
@@ -254,7 +263,7 @@ def plain(case: Case, world: int = 1) -> Trained:
         nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
-    told.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    told.weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     told.state = named_state(model, optimizer)
     return told
 
