@@ -92,10 +92,14 @@ def ratio_to(
 
 
 def judge(bars: tuple[Bar, ...], rows: list[Row], paired: Paired | None = None) -> list[Verdict]:
-    """One verdict per bar, against its best reference, with a note of those that could not take part."""
+    """One verdict per bar, against its best reference, with a note of those that could not take part. Systems
+    that take turns start beside one another, the later the slower, so that start-up is judged without turns.
+    """
     by_name = {row.system: row for row in rows}
     verdicts = []
     for bar in bars:
+        if paired and bar.metric == "startup_s":
+            continue
         ratios = {name: ratio_to(rows, bar.subject, name, bar.metric, paired) for name in bar.references}
         absent = [name for name, value in ratios.items() if value is None]
         valid = {name: value for name, value in ratios.items() if value is not None}
