@@ -18,6 +18,7 @@ CHOICES = zs.Adaptive(choices=[zs.EveryStep(compress=zs.TopK(ratio=0.2)), zs.Eve
         ({"stage": 0, "sync": zs.Delayed(), "compress": zs.Int8()}, "needs stage 1, 2 or 3: .* Pass stage=1"),
         ({"stage": 0, "sync": zs.Delayed(), "transport": "nodes"}, "cross between nodes once for each. Pass"),
         ({"stage": 1, "sync": "delayed"}, "zs.Delayed()"),
+        ({"sync": zs.Delayed(), "precision": "fp16"}, r'GradScaler divides .* Pass precision="bf16"'),
         ({"stage": 0, "sync": zs.Local(steps=4), "offload": zs.Offload()}, "offload"),
         ({"sync": zs.EveryStep(compress=zs.Int8())}, "is a choice of Adaptive"),
         ({"sync": CHOICES, "offload": zs.Offload()}, "one way to the host"),

@@ -24,6 +24,7 @@ from .errors import CheckpointError
 from .part import Part
 from .private import Private
 from .runtime import Runtime
+from .shard import names_of
 from .snapshot import (
     MOMENTS,
     OWN_KEYS,
@@ -106,7 +107,8 @@ def targets_of(
     """Decided from the manifest alone, so that all ranks decide, or raise, alike. Without one, loading will
     say why it cannot be read."""
     rank = runtime.transport.rank
-    targets = Targets([parameter_held(p, rank) for p in runtime.params])
+    names = names_of(model, runtime.params)
+    targets = Targets([replace(parameter_held(p, rank), also=tuple(names[p.name])) for p in runtime.params])
     targets.held += pace_held(runtime, wanted=True)
     targets.held += [Held.of(name, "buffer", b) for name, b in buffers_of(model).items()]
     if manifest is None:

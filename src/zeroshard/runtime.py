@@ -360,7 +360,10 @@ class Runtime:
                 self.host.parts if optimizer is None else self.host.parts_of(optimizer)
             )
             self._settled = not self._host_updates.pending
-        self.pace.forget()
+        if self.pace.forget(optimizer):
+            self.before_change()
+            self.pace.turn()
+            self._stale = True
         if self.unsynced:
             for param in self.params:
                 param.leaf.grad = None

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from .checkpoint.elements import dtype_name
 from .checkpoint.records import Held, Peers, Snapshot
-from .errors import StateError
+from .errors import OptionError, StateError
 from .native.abi import BLOCK
 from .native.moments8 import decode, scale_count
 from .part import Part
@@ -46,6 +46,16 @@ class Company:
     schedulers: Sequence[Any] = ()
     scalers: Sequence[Any] = ()
     plan: Plan | None = None  # what the run keeps to
+
+    def __post_init__(self) -> None:
+        if self.extra is not None and not isinstance(self.extra, Mapping):
+            raise OptionError(
+                f"extra= takes a dict, such as {{'step': 500}}, and this is a {type(self.extra).__name__}."
+            )
+        for what in ("schedulers", "scalers"):
+            for one in getattr(self, what):
+                if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+                    raise OptionError(f"{what}=[...]: {one!r} has no state_dict() that could be saved.")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ Tensors of a chunk (parameters that meet together, at most `bucket_bytes`; P = t
 
 Anchor and momentum are sharded by rows like the state of stage 1: together 8 bytes a parameter divided by the
 ranks. The inner optimizer's state stays each rank's own.
+
+[Note: left out] A `GradScaler` leaves out the step of a rank whose gradient overflowed, and of no other. The
+others meet all the same, so a backward whose gradients are dropped counts as a step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..comm import Transport
 from ..errors import OptionError
@@ -106,6 +110,7 @@ class LocalPace(Pace):
         self.policy, self.transport, self.updates = policy, transport, updates
         self.label = repr(policy)
         self.count = 0
+        self._unused = False  # a backward has ended, and neither a step nor `zero_grad` has followed
         self._buffers: list[Tensor] = []
         self.fragments: list[list[Chunk]] = []
         if policy.rates is not None and len(policy.rates) != transport.size:
@@ -153,11 +158,22 @@ class LocalPace(Pace):
 
     # ------------------------------------------------------------------ steps
 
+    def ended(self) -> None:
+        self._unused = True
+        super().ended()
+
     def step(self, update: Update, step: Callable[[], Any]) -> None:
         with self._at_own_rate(update):
             super().step(update, step)
-        if update is not self.updates[-1]:
-            return
+        if update is self.updates[-1]:
+            self.turn()
+
+    def forget(self, optimizer: Optimizer | None) -> bool:
+        """See [Note: left out]."""
+        return self._unused and optimizer in (None, self.updates[-1].optimizer)
+
+    def turn(self) -> None:
+        self._unused = False
         self.count += 1
         steps, parts = self.policy.steps, len(self.fragments)
         due = [n for n in range(parts) if (self.count + n * steps // parts) % steps == 0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..grad import Gradients, LocalGradients
 from ..guard import Guarded
@@ -53,8 +54,13 @@ class Pace:
     def take_buffers(self, buffers: list[Tensor]) -> None:
         """Buffers that forward changes, which ranks that train apart take from rank 0 when they meet."""
 
-    def forget(self) -> None:
-        """`zero_grad` was called."""
+    def forget(self, optimizer: Optimizer | None) -> bool:
+        """`zero_grad` was called, of one optimizer or (None) of the model. Whether a step that this rank has
+        left out counts all the same: `turn` is next."""
+        return False
+
+    def turn(self) -> None:
+        """Count a step that this rank has left out."""
 
     def meet(self) -> None:
         """Make all ranks equal now, where they have trained apart. Every rank calls it."""

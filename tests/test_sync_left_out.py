@@ -1,0 +1,109 @@
+"""Ranks that train apart, and do not all the same: one leaves a step out, as a `GradScaler` does, or never
+uses a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+from test_sync import ROWS, WORLD, adamw
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.sync import AdaptivePace
+from zeroshard.testing import assert_same_bits, ranks
+
+pytestmark = pytest.mark.ranks
+EVERY, STEPS, LEFT_OUT = 2, 6, 1  # steps between meetings, steps, and the one that rank 1 leaves out
+MEAN = zs.Local(steps=EVERY, outer=zs.Nesterov(1.0, 0.0))
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return models.MLP.batch(ROWS, seed=100 * rank + step)
+
+
+def scaled(sync: zs.Local, by_model: bool) -> dict[str, Any]:
+    """fp16 with a loss scale; the gradient of rank 1 overflows once. Weights, when meetings came, scales."""
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    run = zs.shard(model, optimizer, stage=0, sync=sync, precision="fp16", bucket_bytes=1024)
+    met = []
+    for step in range(STEPS):
+        before = run.stats().sent.get("outer", 0)
+        loss = model(batch(step, run.rank), run.rank == 1 and step == LEFT_OUT)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad() if by_model else optimizer.zero_grad()
+        met.append(run.stats().sent.get("outer", 0) > before)
+    run.close()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    steps = {int(state["step"]) for state in optimizer.state.values()}
+    return {"weights": weights, "met": met, "scale": scaler.get_scale(), "steps": steps}
+
+
+def by_hand() -> dict[str, Tensor]:
+    """fp32 masters, gradients of fp16 copies."""
+    masters = [models.build("mlp") for _ in range(WORLD)]
+    inner = [adamw(model) for model in masters]
+    for step in range(STEPS):
+        for rank, (master, optimizer) in enumerate(zip(masters, inner, strict=True)):
+            narrow = models.build("mlp").half()
+            narrow.load_state_dict(master.state_dict())
+            (narrow(batch(step, rank).half()) * (64.0 if rank == 0 or step <= LEFT_OUT else 32.0)).backward()
+            for home, leaf in zip(master.parameters(), narrow.parameters(), strict=True):
+                assert leaf.grad is not None
+                home.grad = leaf.grad.float() / (64.0 if rank == 0 or step <= LEFT_OUT else 32.0)
+            if (rank, step) != (1, LEFT_OUT):
+                optimizer.step()
+        if step % EVERY == EVERY - 1:
+            with torch.no_grad():
+                for one, other in zip(*(m.parameters() for m in masters), strict=True):
+                    one.copy_((one + other) / 2)
+                    other.copy_(one)
+    return {name: p.detach() for name, p in masters[0].named_parameters()}
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts(by_model: bool) -> None:
+    first, second = ranks(WORLD).run(scaled, MEAN, by_model)
+    assert first["met"] == second["met"] == [step % EVERY == EVERY - 1 for step in range(STEPS)]
+    assert (first["scale"], second["scale"]) == (64.0, 32.0)
+    assert (first["steps"], second["steps"]) == ({STEPS}, {STEPS - 1})
+    assert_same_bits(first["weights"], second["weights"])
+    for name, value in by_hand().items():
+        torch.testing.assert_close(first["weights"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def together_again() -> dict[str, Tensor]:
+    """Rank 1 alone uses a layer while the ranks train apart, and leaves a step out; then they step
+    together."""
+    torch.manual_seed(4)
+    model = nn.ModuleDict({"always": nn.Linear(5, 5), "seldom": nn.Linear(5, 5)})
+    optimizer = adamw(model)
+    sync = zs.Adaptive(choices=(MEAN, zs.EveryStep()), window=99)
+    run = zs.shard(model, optimizer, stage=0, sync=sync)
+    pace = run._runtime.pace
+    assert isinstance(pace, AdaptivePace)
+    for step in range(STEPS):
+        if step == 2 * EVERY:
+            pace._switch(1, "the test says so")
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + run.rank))
+        hidden = model["always"](x)
+        if run.rank == 1 or step >= 2 * EVERY:
+            hidden = hidden + model["seldom"](x)
+        hidden.square().mean().backward()
+        if (run.rank, step) != (1, LEFT_OUT):
+            optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {STEPS, STEPS - 2 * EVERY}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_ranks_that_step_together_again_stay_equal() -> None:
+    first, second = ranks(WORLD).run(together_again)
+    assert_same_bits(first, second)
