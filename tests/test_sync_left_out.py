@@ -3,6 +3,7 @@ uses a layer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import models
@@ -76,6 +77,31 @@ def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts(by_model: bool) -> N
     assert_same_bits(first["weights"], second["weights"])
     for name, value in by_hand().items():
         torch.testing.assert_close(first["weights"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def apart(path: Path, cut: bool) -> dict[str, Tensor]:
+    """Each rank has a layer that it alone uses. With `cut` a fresh run takes over half way."""
+    torch.manual_seed(4)
+    model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, stage=0, sync=MEAN)
+    first = run.load(path)["step"] if cut else 0
+    for step in range(first, STEPS):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + run.rank))
+        model[0 if step >= 2 * EVERY else run.rank](x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == EVERY - 1:
+            run.save(path, extra={"step": step + 1})
+    run.close()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_ranks_that_use_different_layers_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    for whole, resumed in zip(
+        *(ranks(WORLD).run(apart, tmp_path / "x", cut) for cut in (False, True)), strict=True
+    ):
+        assert_same_bits(resumed, whole)
 
 
 def together_again() -> dict[str, Tensor]:

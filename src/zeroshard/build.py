@@ -29,7 +29,6 @@ from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
-from .published import ChangedRows
 from .routes import check_patterns, gather_codec, routes_of
 from .runtime import Runtime
 from .shard import Faces, Master, Param, make_home, retire
@@ -108,7 +107,7 @@ class Builder:
         self.runtime.pace = self._pace(params)
         coded = [bundle.coded for bundle in self.runtime.bundles]
         self.runtime.pace.beliefs = [
-            private for rows in coded if isinstance(rows, ChangedRows) for private in rows.private()
+            private for rows in coded if rows is not None for private in rows.private()
         ]
         if self.host is not None:
             self.host.start()

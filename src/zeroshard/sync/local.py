@@ -262,9 +262,12 @@ class LocalPace(Pace):
         if "count" not in values:
             for chunk in self._chunks:
                 chunk.momentum.zero_()
-        for mine, loaded in zip(self._inner(), own.get("inner", ()), strict=False):
-            for name, state in mine.items():
-                for key, value in loaded.get(name, {}).items():
-                    if key in state:
+        for update, loaded in zip(self.updates, own.get("inner", ()), strict=False):
+            for param in update.params.values():
+                state, given = update.optimizer.state.get(param.home, {}), loaded.get(param.name)
+                if given is not None and not given:
+                    state.clear()  # this rank had not used it; the dict stays: proxies know it
+                for key, value in (given or {}).items():
+                    if isinstance(state.get(key), Tensor):
                         state[key].copy_(value)
         self.settle()

@@ -35,7 +35,7 @@ class Pace:
     begun = False  # the host has begun with the next update, before the backward of its step
     apart = False  # ranks train apart: nobody reads this rank's rows between meetings
 
-    beliefs: Sequence[Private] = ()  # what all ranks take the parameters to be, where changes travel
+    beliefs: Sequence[Private] = ()  # of coded parameters: what all ranks take them to be, and seeds
 
     def __init__(self, gradients: Gradients | LocalGradients) -> None:
         self.gradients = gradients
