@@ -37,6 +37,7 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str
         lambda: zs.Local(steps=0),
         lambda: zs.Local(steps=2, fragments=3),
         lambda: zs.Local(rates=(1.0, 0.0)),
+        lambda: zs.Local(rates=0.5),
         lambda: zs.Nesterov(momentum=1.0),
         lambda: zs.Adaptive(choices=[zs.EveryStep()]),
         lambda: zs.Adaptive(choices=[zs.EveryStep(), "local"]),

@@ -278,6 +278,7 @@ class Builder:
         """A set of buckets, and what counts the arrivals for them."""
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
+        check_patterns(options.compress, [p.name for p in trainable])
         dtypes = {p.name: sort_of(p, options).dtypes for p in trainable}
         by_name = {p.name: p for p in params}
         sinks: dict[str, Sink] = {}
@@ -301,7 +302,6 @@ class Builder:
             kind = DelayedLocalGradients if delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         align = self.host.align if self.host is not None else ALIGN
-        check_patterns(options.compress, [p.name for p in trainable])
         wiring = Wiring(options, self.transport, self.device, self.ledger, delays, align)
         made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
         for bucket in made:
