@@ -345,6 +345,7 @@ class Runtime:
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
         self._stale = self._rewritten = True
+        self.pace.rewritten()
 
     def before_change(self, in_step: bool = False) -> None:
         """State is about to change, in a step but what has an owner: whoever is reading it comes first."""

@@ -95,6 +95,9 @@ class AdaptivePace(Pace):
     def forget(self, optimizer: Optimizer | None) -> bool:
         return self.pace.forget(optimizer)
 
+    def rewritten(self) -> None:
+        self.pace.rewritten()
+
     def meet(self) -> None:
         self.pace.meet()
 

@@ -110,6 +110,7 @@ class LocalPace(Pace):
         self.policy, self.transport, self.updates = policy, transport, updates
         self.label = repr(policy)
         self.count = 0
+        self._moved = False  # the parameters were written while all ranks were equal: anchors are old
         self._unused = False  # a backward has ended, and neither a step nor `zero_grad` has followed
         self._buffers: list[Tensor] = []
         self.fragments: list[list[Chunk]] = []
@@ -148,6 +149,7 @@ class LocalPace(Pace):
 
     def settle(self) -> None:
         """All ranks are equal: anchors are the parameters as they are."""
+        self._moved = False
         self.transport.fence()
         for chunk in self._chunks:
             chunk.settle()
@@ -162,7 +164,13 @@ class LocalPace(Pace):
         self._unused = True
         super().ended()
 
+    def rewritten(self) -> None:
+        """What is loaded or set by hand between two rounds is no step that the outer optimizer enlarges."""
+        self._moved = self._moved or self.untimely() is None
+
     def step(self, update: Update, step: Callable[[], Any]) -> None:
+        if self._moved:
+            self.settle()
         with self._at_own_rate(update):
             super().step(update, step)
         if update is self.updates[-1]:

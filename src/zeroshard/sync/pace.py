@@ -62,6 +62,9 @@ class Pace:
     def turn(self) -> None:
         """Count a step that this rank has left out."""
 
+    def rewritten(self) -> None:
+        """Parameters were written by someone else than the optimizer."""
+
     def meet(self) -> None:
         """Make all ranks equal now, where they have trained apart. Every rank calls it."""
 

@@ -1,8 +1,10 @@
-"""Ranks that train apart, and do not all the same: one leaves a step out, as a `GradScaler` does, or never
-uses a layer."""
+"""Ranks that train apart, where something comes between: one leaves a step out, as a `GradScaler` does, or
+never uses a layer, or weights are written."""
 
 from __future__ import annotations
 
+import logging
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,54 @@ def together_again() -> dict[str, Tensor]:
 def test_ranks_that_step_together_again_stay_equal() -> None:
     first, second = ranks(WORLD).run(together_again)
     assert_same_bits(first, second)
+
+
+def rewritten(how: str) -> dict[str, Tensor]:
+    """A round from twice the weights: given before `shard`, loaded after it, or set by hand."""
+    model = models.build("mlp")
+    twice = {name: 2 * value for name, value in model.state_dict().items()}
+    if how == "before":
+        model.load_state_dict(twice)
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, stage=0, sync=zs.Local(steps=EVERY))
+    if how == "loaded":
+        model.load_state_dict(twice)
+    elif how == "by hand":
+        with run.gathered(write=True) as whole:
+            for name, value in whole.items():
+                value.data.copy_(twice[name])
+    for step in range(EVERY):
+        model(batch(step, run.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["loaded", "by hand"])
+def test_weights_that_are_written_between_rounds_are_where_the_next_begins(how: str) -> None:
+    """The outer optimizer would take them for a step of its own, and enlarge it."""
+    for got, wanted in zip(*(ranks(WORLD).run(rewritten, which) for which in (how, "before")), strict=True):
+        assert_same_bits(got, wanted)
+
+
+def closed(steps: int) -> str:
+    """What is said when a run is closed after so many steps."""
+    said = StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("zeroshard").addHandler(handler)
+    model = nn.Linear(3, 3)
+    optimizer = adamw(model)
+    run = zs.shard(model, optimizer, stage=0, sync=MEAN)
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    logging.getLogger("zeroshard").removeHandler(handler)
+    return said.getvalue()
+
+
+def test_a_run_that_is_closed_between_meetings_says_so() -> None:
+    assert "Call run.synchronise() before it for one model" in ranks(WORLD).run(closed, EVERY + 1)[0]
+    assert ranks(WORLD).run(closed, EVERY) == ["", ""]
