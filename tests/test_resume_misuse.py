@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 
 import zeroshard as zs
 from zeroshard.checkpoint import PendingSave, import_weights
@@ -174,6 +174,25 @@ def test_hyperparameters_and_schedulers_come_back(tmp_path: Path) -> None:
     later.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0001)
     run.close()
+
+
+def test_a_scheduler_inside_another_comes_back_whole(tmp_path: Path) -> None:
+    """It begins with its first step when its turn comes, and asks its counter for its milestones."""
+    rates = []
+    for cut in (False, True):
+        model, optimizer, run = made()
+        parts = [ConstantLR(optimizer, 0.5, 3), MultiStepLR(optimizer, [1, 2])]
+        schedule = SequentialLR(optimizer, parts, [3])
+        if cut:
+            run.load(tmp_path / "two", schedulers=[schedule])
+        for number in range(2 if cut else 0, 6):
+            step(model, optimizer)
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if number == 1:
+                run.save(tmp_path / "two", schedulers=[schedule])
+        run.close()
+    assert rates[6:] == rates[2:6] == pytest.approx([0.01, 0.001, 0.0001, 0.0001])
 
 
 @pytest.mark.parametrize(

@@ -361,6 +361,17 @@ def _check_company(company: Company, manifest: Manifest) -> None:
 def _adopt_company(company: Company, values: Mapping[str, Any]) -> None:
     for what, objects in (("schedulers", company.schedulers), ("scalers", company.scalers)):
         for item, state in zip(objects, values.get(what, []), strict=False):
-            counters = {k for k, v in vars(item).items() if isinstance(v, Counter)}
             if state:  # a disabled scaler has none
-                item.load_state_dict({k: Counter(v) if k in counters else v for k, v in state.items()})
+                item.load_state_dict(_like(item.state_dict(), state))
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """`saved` with counters where `mine` has them, at any depth: a checkpoint holds them as dicts, and
+    schedulers, also those inside others, ask them for more."""
+    if isinstance(mine, Counter):
+        return Counter(saved)
+    if isinstance(mine, dict) and isinstance(saved, dict):
+        return {key: _like(mine.get(key), value) for key, value in saved.items()}
+    if isinstance(mine, list) and isinstance(saved, list) and len(mine) == len(saved):
+        return [_like(one, other) for one, other in zip(mine, saved, strict=True)]
+    return saved
