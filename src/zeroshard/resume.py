@@ -21,6 +21,7 @@ from .checkpoint.elements import DTYPE
 from .checkpoint.manifest import Entry, Manifest
 from .checkpoint.records import Held, Loaded
 from .errors import CheckpointError
+from .moments import KEY as KEPT
 from .part import Part
 from .private import Private
 from .runtime import Runtime
@@ -154,6 +155,10 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
     part = seat.part
     for key in [*stored, *(k for k, v in state.items() if k not in stored and isinstance(v, Tensor))]:
         entry, tensor = stored.get(key), state.get(key)
+        if entry is not None and key == KEPT and not seat.freezes:
+            kind = seat.kind(key)  # of a codec that this run has not: no row of it is wanted
+            targets.held.append(Held(seat.param.name, kind, entry.shape, entry.dtype, (0, 0), _never, _never))
+            continue
         if part is not None and not part.visible and not part.coded and key in part.moments:
             targets.held.append(paged_held(seat, part, key, rank))
             continue
@@ -166,6 +171,10 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
         assert isinstance(tensor, Tensor)
         rows = None if entry is None else entry.shape == seat.param.slot.shape
         targets.held.append(state_held(seat, key, tensor, rank, rows))
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("no rows are wanted")
 
 
 def _made(targets: Targets, seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) -> Tensor:

@@ -69,6 +69,7 @@ class Seat:
     prefix: str  # of its kinds: empty, unless an earlier optimizer has the same parameter
     part: Part | None
     index: int
+    freezes: bool = False  # a codec keeps its second moments, see `moments`
 
     @property
     def state(self) -> dict[str, Any]:
@@ -121,7 +122,8 @@ def seats_of(runtime: Runtime) -> Iterator[Seat]:
                     part, index = hosted.get(id(param), (None, 0))
                     prefix = f"{number}." if param.name in seen else ""
                     seen.add(param.name)
-                    yield Seat(update.optimizer, group, home, param, prefix, part, index)
+                    freezes = update.held is not None and id(home) in update.held.codecs
+                    yield Seat(update.optimizer, group, home, param, prefix, part, index, freezes)
 
 
 # ---------------------------------------------------------------------- what is held
