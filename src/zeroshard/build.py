@@ -224,6 +224,7 @@ class Builder:
             home = make_home(tenant, slot, local[index], self.faces)
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))
             bundle.params[-1].master = masters.get(tenant.name)
+            bundle.params[-1].wide = bundle.master_dtype
             fresh.done(tenant)
         return bundle
 

@@ -32,13 +32,14 @@ from .grad import Gradients, LocalGradients
 from .guard import Reader
 from .host import HostUpdates
 from .layout import Slot
-from .live import Course, LiveUnit
+from .live import Caller, Course, LiveUnit
 from .norm import clip_scale, global_norm
-from .param import Bundle, Residence, SavedTensors
+from .param import Bundle, Residence
 from .part import Part
 from .place import Host
 from .placement import Placement
 from .pool import Ledger, Pool
+from .saved import SavedTensors
 from .shard import Faces, Param
 from .step import Update
 from .sync import Pace
@@ -73,7 +74,7 @@ class Runtime:
         self._epoch = 0
         self._active = 0  # units entered and not left
         self._keep_full = False
-        self._course = Course()
+        self._course, self._caller = Course(), Caller()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
         self._stray = False  # a home got a gradient of its own in this backward
@@ -87,6 +88,7 @@ class Runtime:
         """A module of this unit is about to compute."""
         if unit.depth == 0:
             if self._active == 0:
+                self._caller.note()
                 self._wake()
             if self._task is not None:
                 self._make_room(unit, done=True)  # it is recomputed: the one above it has had its turn
@@ -115,8 +117,20 @@ class Runtime:
             unit.stand_homes()
             if not self._kept_for_backward(unit):
                 unit.release()
-        if self._active == 0 and self._task is None:
-            self._course.end(self.options.prefetch if self._overlaps else 0)
+        if self._active == 0:
+            self._caller.forget()
+            if self._task is None:
+                self._course.end(self.options.prefetch if self._overlaps else 0)
+
+    def recover(self) -> None:
+        """Leave a forward that was interrupted: see `Caller`."""
+        if self._active and self._caller.gone:
+            for unit in self.units:
+                unit.abandon()
+            self.saved.abandon()
+            self._course.drop()
+            self._caller.forget()
+            self._active = 0
 
     def _kept_for_backward(self, unit: LiveUnit) -> bool:
         """The root and the last units are the first that backward needs; dropping them would fetch them
@@ -291,6 +305,7 @@ class Runtime:
 
     def step(self, update: Update, step: Callable[[], Any]) -> None:
         """Run one optimizer's step on the local rows."""
+        self.recover()
         if not self.sync:
             raise StateError(
                 "optimizer.step() inside run.no_sync(): gradients of this rank alone are not the gradient. "
@@ -398,6 +413,7 @@ class Runtime:
 
     def settle(self) -> None:
         """Wait until all that was begun is in its place: what the host updates, and changes that travel."""
+        self.recover()
         for bundle in self.bundles:
             bundle.catch_up()
         if self._host_updates is not None:
