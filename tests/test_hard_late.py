@@ -66,7 +66,7 @@ def test_groups_whose_parameters_have_no_master() -> None:
     model = Stack()
     optimizer = torch.optim.AdamW(model.last.parameters())
     run = zs.shard(model, optimizer, precision="bf16", offload=zs.Offload())
-    said = r"`first.weight` was in no optimizer when .* no float32 master of such a parameter is kept\. Give"
+    said = r"`first.weight` was in no optimizer when .* no float32 master of it is kept\. Give"
     with pytest.raises(zs.ModelError, match=said):
         optimizer.add_param_group({"params": model.first.parameters()})
     assert len(optimizer.param_groups) == 1

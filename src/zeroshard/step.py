@@ -110,7 +110,7 @@ class Update:
             if param.narrow and param.trainable:
                 raise ModelError(
                     f"`{param.name}` was in no optimizer when zs.shard() was called, and with offload= no "
-                    f"{str(param.wide).removeprefix('torch.')} master of such a parameter is kept. Give it to "
+                    f"{str(param.wide).removeprefix('torch.')} master of it is kept. Give it to "
                     "the optimizer before shard(), and freeze it after shard() until it shall train."
                 )
         self.meet(params)
