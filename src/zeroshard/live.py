@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import FrameType
 
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class LiveUnit:
 
     def follow_homes(self) -> None:
         """`requires_grad` is the user's to change, on the homes of parameters that there are buckets for."""
+        self._check_homes()
         if list(map(_requires_grad, self._leaves)) == list(map(_requires_grad, self._homes)):
             return
         for param in self.params:
@@ -48,6 +49,20 @@ class LiveUnit:
                         "place. Freeze it after shard() instead of before: then it can be thawed."
                     )
                 param.leaf.requires_grad_(param.home.requires_grad)
+
+    def _check_homes(self) -> None:
+        """A forward is about to put leaves where something else than the homes may stand."""
+        for seats, _, homes in self._seats:
+            if not all(map(is_, map(seats.get, homes), homes.values())):
+                names = {id(p.home): p.name for p in self.params}
+                name = next(names[id(home)] for at, home in homes.items() if seats.get(at) is not home)
+                raise StateError(
+                    f"`{name}` in the model is not what zs.shard() put there, and a forward would not use it. "
+                    "It was replaced (by assignment, or load_state_dict(assign=True)), or this forward is "
+                    "inside run.gathered() or torch.func.functional_call(). Write values through "
+                    "run.gathered(write=True) and run the model after the block; run.kept_full() keeps what "
+                    "is gathered for several forwards; call functions on a copy made inside gathered()."
+                )
 
     def stand_leaves(self) -> None:
         for seats, leaves, _ in self._seats:

@@ -92,13 +92,14 @@ class Runtime:
                 self._wake()
             if self._task is not None:
                 self._make_room(unit, done=True)  # it is recomputed: the one above it has had its turn
+            else:
+                unit.follow_homes()
             self._bring(unit)
-            self._active += 1
             if self._task is None:
                 self.pace.advance()
-                unit.follow_homes()
                 unit.stand_leaves()
                 self._course.enter(unit)
+            self._active += 1
         unit.depth += 1
         if unit.sharded:
             self.saved.push()
@@ -154,8 +155,7 @@ class Runtime:
         self.publish()
 
     def publish(self) -> None:
-        """Let the peers have this rank's newest rows, unless they do. Not done by `step`: loops write
-        parameters after it."""
+        """Let the peers have this rank's newest rows. Not done by `step`: loops write parameters after it."""
         if self._stale:
             if self._host_updates is not None and (self.transport.size > 1 or self._rewritten):
                 self._host_updates.drain()  # peers will read this rank's rows
