@@ -229,7 +229,7 @@ def test_a_forward_with_parameters_that_are_not_ours(net: Trained, how: str) -> 
         model.blocks[1][0].weight = nn.Parameter(zeros["blocks.1.0.weight"])
     elif how == "loaded":
         model.load_state_dict(zeros, assign=True)
-    said = r"`blocks\.[01]\.0\.weight` in the model is not what zs\.shard\(\) put there, .* through run\.gathered"
+    said = r"`blocks\.[01]\.0\.weight` in the model is not what zs\.shard\(\) put there, .* run\.gathered"
     with run.gathered(write=True) if how == "gathered" else nullcontext():  # noqa: SIM117 - raised inside
         with pytest.raises(zs.StateError, match=said):
             torch.func.functional_call(model, zeros, x) if how == "functional" else model(x)

@@ -57,7 +57,7 @@ class LiveUnit:
                 names = {id(p.home): p.name for p in self.params}
                 name = next(names[id(home)] for at, home in homes.items() if seats.get(at) is not home)
                 raise StateError(
-                    f"`{name}` in the model is not what zs.shard() put there, and a forward would not use it. "
+                    f"`{name}` in the model is not what zs.shard() put there, and no forward would use it. "
                     "It was replaced (by assignment, or load_state_dict(assign=True)), or this forward is "
                     "inside run.gathered() or torch.func.functional_call(). Write values through "
                     "run.gathered(write=True) and run the model after the block; run.kept_full() keeps what "
@@ -117,7 +117,7 @@ class Caller:
 
 def _passing(frame: FrameType) -> bool:
     """Whether it ends before the forward does: a hook of ours, or what the compiler wraps around it."""
-    return frame.f_globals.get("__name__", "").startswith(("zeroshard.", "torch._dynamo."))
+    return str(frame.f_globals.get("__name__")).startswith(("zeroshard.", "torch._dynamo."))
 
 
 class Course:

@@ -36,4 +36,5 @@ def global_norm(
 def _square(grad: Tensor) -> Tensor:
     """The square of its norm, in fp32."""
     wide = torch.view_as_real(grad) if grad.is_complex() else grad
-    return torch.linalg.vector_norm(wide, dtype=torch.float32).square()
+    norm: Tensor = torch.linalg.vector_norm(wide, dtype=torch.float32)
+    return norm.square()
