@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hard_case import STAGES, Case, Training, check, compare, plain, rows, sharded, tokens, train
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import zeroshard as zs
 from zeroshard.comm import control, watch
@@ -241,6 +244,11 @@ def routed(step: int, rank: int) -> tuple[Tensor, list[int]]:
     return four(step, rank), [(rank + step) % 3, 3] if (rank + step) % 2 else []
 
 
+def adagrad(params: Iterable[Any]) -> Optimizer:
+    """Has a state before its first step."""
+    return torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.2)
+
+
 CASES = {
     "stack": Case(Stack, four, squared),
     "stack clipped": Case(Stack, four, squared, clip=0.5),
@@ -251,6 +259,7 @@ CASES = {
     "lora": Case(Adapted, four, squared, clip=0.1),
     "dtypes": Case(Dtypes, four, squared, steps=4, tolerance=2e-2),
     "tiny": Case(Tiny, four, squared, clip=0.5),
+    "adagrad": Case(Tiny, four, squared, optimizer=adagrad),
     "complex": Case(Complex, four, squared, clip=0.5),
     "branch by rank": Case(Branches, by_rank, squared),
     "branch by step": Case(Branches, by_step, squared, clip=0.5),

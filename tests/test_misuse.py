@@ -72,6 +72,10 @@ def test_optimizer_with_state() -> None:
     said = r"AdamW has stepped already: it holds state for 4 parameters\. Call shard\(\) before the first"
     with pytest.raises(zs.ModelError, match=said):
         zs.shard(model, optimizer)
+    adagrad = torch.optim.Adagrad(model.parameters())  # which has a state from the beginning
+    adagrad.step()
+    with pytest.raises(zs.ModelError, match="Adagrad has stepped already"):
+        zs.shard(model, adagrad)
 
 
 def test_optimizers_that_cannot_be_sharded() -> None:

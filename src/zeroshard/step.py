@@ -53,6 +53,13 @@ def rows_suffice(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def unstepped(optimizer: Optimizer) -> bool:
+    """Whether its state is that of its beginning: Adagrad makes it when it is built."""
+    counts = [state.get("step") for state in optimizer.state.values()]
+    fresh = type(optimizer) is torch.optim.Adagrad
+    return fresh and all(isinstance(n, Tensor) and (n.is_meta or not n.item()) for n in counts)
+
+
 def refuse_unfit(optimizer: Optimizer) -> None:
     """Optimizers that look across parameters, or want sparse gradients, have no meaning on shards."""
     if isinstance(optimizer, torch.optim.LBFGS):
