@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from .config import Options
 from .errors import ModelError, OptionError
 from .hooks import is_sharded
-from .step import refuse_unfit
+from .step import refuse_unfit, unstepped
 
 
 def refuse_misuse(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
@@ -36,7 +36,7 @@ def refuse_misuse(model: nn.Module, optimizers: list[Optimizer], options: Option
         if not isinstance(optimizer, Optimizer):
             raise ModelError(f"shard() takes torch optimizers, not {kind}.")
         refuse_unfit(optimizer)
-        if optimizer.state:
+        if optimizer.state and not unstepped(optimizer):
             raise ModelError(
                 f"{kind} has stepped already: it holds state for {len(optimizer.state)} parameters. "
                 "Call shard() before the first step, then load a checkpoint."
