@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from zeroshard.comm import Targets, in_wire
+from zeroshard.comm import NcclTransport, Targets, in_wire
+from zeroshard.comm.targets import totals_of
 from zeroshard.layout import Pack, Split, slots_for
 
 WORLDS = (1, 2, 3, 7, 16, 300)
@@ -74,6 +75,14 @@ def test_by_bands_comes_what_rank_by_rank_comes(split: Split, world: int, in_pla
             torch._foreach_copy_(to, of)
         assert torch.equal(buffer, expected)
         assert len(to) <= (2 * len(pack.slots) + 3) * len(pack.slots)
+    # Between GPUs, with targets by bands and by rank.
+    nccl, cuts = object.__new__(NcclTransport), pack.cuts_of_full
+    for by_bands in (True, False):
+        buffer = torch.full((pack.full,), -2.0)
+        out = Targets(pack, buffer, own)
+        nccl._copy_out(tight, each, cuts, out if by_bands else list(out))
+        assert torch.equal(buffer, expected)
+        assert totals_of(cuts, out) == [sum(n for _, n in cut) for cut in cuts]
 
 
 def test_pieces_of_a_band_are_rows_of_the_wire() -> None:

@@ -145,7 +145,13 @@ def _advice(question: Question, least: Candidate) -> str:
             break
     size = _size(question, least)
     if size > question.limit:
-        ways.append(f'pass limit="{_rounded_up(size)}"')
+        node = size * question.ranks_per_node
+        most = (
+            f'memory_limit_per_node="{_rounded_up(node)}"'
+            if question.by_node
+            else f'limit="{_rounded_up(size)}"'
+        )
+        ways.append(f"pass {most}")
     else:
         what, _, node = _lacking(question, least)
         ways.append(f'pass {"host_limit" if what == "host memory" else "disk_limit"}="{_rounded_up(node)}"')

@@ -174,7 +174,7 @@ def inquiry_for(
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
     if inputs is not None:
         _check_step(units, inputs, wanted.get("loss"))
-    per_node = wanted.get("ranks_per_node") or min(place.ranks, place.machine.node)
+    per_node = min(place.ranks, wanted.get("ranks_per_node") or place.machine.node)
     if options.node_cache or options.transport == "nodes":
         _check_levels(place, per_node)
         options = replace(options, ranks_per_node=per_node)
@@ -199,6 +199,7 @@ def inquiry_for(
         overlaps=place.overlaps,
         staged=place.staged,
         shared=place.one_memory and "memory_limit_per_node" in wanted,
+        by_node="memory_limit_per_node" in wanted,
         **_choices(options, given, wanted.get("precisions")),
     )
     if inputs is not None:
