@@ -103,7 +103,7 @@ def in_float64(build: Callable[[], nn.Module]) -> nn.Module:
 
 def fresh(case: Case) -> tuple[nn.Module, Optimizer]:
     model = in_float64(case.build)
-    return model, case.optimizer([p for p in model.parameters() if p.is_floating_point()])
+    return model, case.optimizer([p for p in model.parameters() if p.is_floating_point() or p.is_complex()])
 
 
 def plain(case: Case, world: int) -> Trained:
@@ -122,7 +122,7 @@ def train(training: Training) -> Trained:
     for step in range(training.case.steps):
         training.case.turn(training, step)
     model = training.model
-    names = [n for n, p in model.named_parameters() if p.is_floating_point()]
+    names = [n for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
     updated = [names[i] for i in training.optimizer.state_dict()["state"]]
     if training.run is not None:
         training.run.close()

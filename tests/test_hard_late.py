@@ -60,6 +60,22 @@ def test_groups_of_an_optimizer_that_needs_whole_tensors_must_be_there_at_shard(
     ranks(WORLD).run(added_to_one_that_needs_whole_tensors)
 
 
+def test_groups_whose_parameters_have_no_master() -> None:
+    """With offload no master is kept of what no optimizer has; an update of the bf16 weight would lose most
+    of itself in rounding."""
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.last.parameters())
+    run = zs.shard(model, optimizer, precision="bf16", offload=zs.Offload())
+    said = r"`first.weight` was in no optimizer when .* no float32 master of it is kept\. Give"
+    with pytest.raises(zs.ModelError, match=said):
+        optimizer.add_param_group({"params": model.first.parameters()})
+    assert len(optimizer.param_groups) == 1
+    with run.gathered() as whole:
+        assert {p.dtype for p in whole.values()} == {torch.float32}
+    run.close()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def thawed(training: Training, step: int) -> None:
     """Frozen after shard(), and thawed block by block."""
     for number, block in enumerate(training.model.blocks):

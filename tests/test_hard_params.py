@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from hard_case import STAGES, Case, check, rows, sharded, tokens
+from hard_case import STAGES, Case, Training, check, compare, plain, rows, sharded, tokens, train
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import zeroshard as zs
 from zeroshard.comm import control, watch
@@ -137,6 +142,20 @@ class Tiny(nn.Module):
         return self.odd(torch.tanh(self.uneven(x))) + self.empty.sum()
 
 
+class Complex(nn.Module):
+    """Complex parameters, also one without a dimension, beside real ones and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 7), nn.Linear(7, 2)
+        self.turns = nn.Parameter(torch.randn(7, dtype=torch.complex128))
+        self.turn = nn.Parameter(torch.tensor(1 + 2j, dtype=torch.complex128))
+        self.factor = nn.Parameter(torch.tensor([3]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x) * self.turns * self.turn).abs()) * self.factor
+
+
 class Branches(nn.Module):
     """Which branch runs depends on the data; one never runs."""
 
@@ -225,6 +244,11 @@ def routed(step: int, rank: int) -> tuple[Tensor, list[int]]:
     return four(step, rank), [(rank + step) % 3, 3] if (rank + step) % 2 else []
 
 
+def adagrad(params: Iterable[Any]) -> Optimizer:
+    """Has a state before its first step."""
+    return torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.2)
+
+
 CASES = {
     "stack": Case(Stack, four, squared),
     "stack clipped": Case(Stack, four, squared, clip=0.5),
@@ -235,6 +259,8 @@ CASES = {
     "lora": Case(Adapted, four, squared, clip=0.1),
     "dtypes": Case(Dtypes, four, squared, steps=4, tolerance=2e-2),
     "tiny": Case(Tiny, four, squared, clip=0.5),
+    "adagrad": Case(Tiny, four, squared, optimizer=adagrad),
+    "complex": Case(Complex, four, squared, clip=0.5),
     "branch by rank": Case(Branches, by_rank, squared),
     "branch by step": Case(Branches, by_step, squared, clip=0.5),
     "experts": Case(Experts, routed, squared),
@@ -248,6 +274,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process_on_two_ranks(name: str, stage: int) -> None:
     check(__name__, name, stage)
+
+
+def test_clip_norm_of_complex_parameters() -> None:
+    case = CASES["complex"]
+    ours = replace(case, clip=None, options={"clip_norm": case.clip}, tolerance=1e-6)
+    compare([train(Training(ours, [0], ours.options))], plain(case, 1), ours.tolerance)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -150,6 +150,8 @@ class Fragile(Stack):
             x = block(x)
             if self.broken == "forward" and number == 1:
                 raise ValueError("broken in forward")
+            if self.broken == "interrupted" and number == 1:
+                raise KeyboardInterrupt
             if self.broken == "backward" and number == 1:
                 x.register_hook(self.fail)
         return self.last(x)
@@ -180,6 +182,51 @@ def recovering(stage: int | None, where: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_one_rank_recovers_from_an_exception(where: str, stage: int) -> None:
     same_tensors(recovering(stage, where), recovering(None, where), 0.0, "")
+
+
+ON_ONE_RANK: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "recompute": {"precision": "bf16", "recompute": True},
+    "streamed": {"offload": zs.Offload(parameters="host"), "clip_norm": 1.0},
+    "host": {"offload": zs.Offload(stage_bytes=512)},
+}
+
+
+def disturbed(options: dict[str, Any], where: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Forward or backward ends before its time every now and then, and the step is done again."""
+    torch.manual_seed(3)
+    model, losses = Fragile(), []
+    optimizer = adamw(model.parameters())
+    run = zs.shard(model, optimizer, **options)
+    for step in range(5):
+        if where and step in (1, 3):
+            model.broken = where
+            with pytest.raises((KeyboardInterrupt, ValueError)):
+                squared(model, four(step, 0).float()).backward()
+            model.broken = ""
+            optimizer.zero_grad()
+            if step == 3:  # outside of a forward modules hold what the optimizer has
+                model.state_dict()
+                held = optimizer.param_groups[0]["params"]
+                assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+        loss = squared(model, four(step, 0).float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    run.close()
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_one_rank_goes_on_after_an_interrupt(name: str) -> None:
+    """As in a notebook. Torch tells no hook that an interrupt ended a forward."""
+    want, same = disturbed(ON_ONE_RANK[name], "")
+    assert len(set(want)) == 5  # it learns all the while
+    for where in ("interrupted", "backward"):
+        losses, params = disturbed(ON_ONE_RANK[name], where)
+        assert losses == pytest.approx(want, rel=1e-6)
+        same_tensors(params, same, 1e-6, f"after one that was {where}")  # early updates are taken back
 
 
 def caught_in_forward(stage: int) -> dict[str, Tensor]:

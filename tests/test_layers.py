@@ -59,7 +59,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
     ("param", "grad", "step"),
     ("sync",),
-    ("form", "state"),
+    ("form", "state", "saved"),
     ("part", "eligible", "unfit", "blueprint"),
     ("live", "due"),
     ("host",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -71,6 +72,10 @@ def test_optimizer_with_state() -> None:
     said = r"AdamW has stepped already: it holds state for 4 parameters\. Call shard\(\) before the first"
     with pytest.raises(zs.ModelError, match=said):
         zs.shard(model, optimizer)
+    adagrad = torch.optim.Adagrad(model.parameters())  # which has a state from the beginning
+    adagrad.step()
+    with pytest.raises(zs.ModelError, match="Adagrad has stepped already"):
+        zs.shard(model, adagrad)
 
 
 def test_optimizers_that_cannot_be_sharded() -> None:
@@ -214,6 +219,26 @@ def test_step_after_accumulation_that_was_never_synchronised(net: Trained) -> No
     with pytest.raises(zs.StateError, match=said):
         optimizer.step()
     optimizer.zero_grad()  # drops them, and all is well
+    backward(model)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["assigned", "loaded", "gathered", "functional"])
+def test_a_forward_with_parameters_that_are_not_ours(net: Trained, how: str) -> None:
+    """It would compute with others than those that stand in the model, without a word."""
+    model, optimizer, run = net
+    x, kept = torch.ones(2, 3), dict(model.named_parameters())
+    zeros = {name: torch.zeros(p.shape) for name, p in kept.items()}
+    if how == "assigned":
+        model.blocks[1][0].weight = nn.Parameter(zeros["blocks.1.0.weight"])
+    elif how == "loaded":
+        model.load_state_dict(zeros, assign=True)
+    said = r"`blocks\.[01]\.0\.weight` in the model is not what zs\.shard\(\) put there, .* run\.gathered"
+    with run.gathered(write=True) if how == "gathered" else nullcontext():  # noqa: SIM117 - raised inside
+        with pytest.raises(zs.StateError, match=said):
+            torch.func.functional_call(model, zeros, x) if how == "functional" else model(x)
+    for name, home in kept.items():
+        model.get_submodule(name.rpartition(".")[0])._parameters[name.rpartition(".")[2]] = home
     backward(model)
     optimizer.step()
 

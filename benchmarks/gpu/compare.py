@@ -17,9 +17,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 HOST, SPLIT = "zs-1:optimizer=host", "zs-1:optimizer=host,master=split"
+CORE = ("plain", "zs-0", "zs-1", "zs-2", "zs-3", "zs-3:optimizer=device,master=split", "fsdp2")
 SUITES = {
     # name: (size, systems with extra arguments, repeats, steps)
-    "core": ("1b", {s: [] for s in ("plain", "zs-0", "zs-1", "zs-2", "zs-3", "fsdp2")}, 2, 10),
+    "core": ("1b", {s: [] for s in CORE}, 2, 10),
     "offload-1b": ("1b", {"plain": [], HOST: [], SPLIT: []}, 2, 12),
     "offload-7b": ("7b", {"plain": [], HOST: ["--cap-gib", "32"], SPLIT: ["--cap-gib", "32"]}, 1, 7),
 }

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from .config import Options
 from .errors import ModelError, OptionError
 from .hooks import is_sharded
+from .step import unstepped
 from .unfit import refuse_model, refuse_optimizers
 
 
@@ -29,7 +30,7 @@ def refuse_misuse(model: nn.Module, optimizers: list[Optimizer], options: Option
         raise ModelError("this model holds DTensors: another library has sharded it. Pass a plain model.")
     refuse_optimizers(model, optimizers, "shard()")
     for optimizer in optimizers:
-        if optimizer.state:
+        if optimizer.state and not unstepped(optimizer):
             raise ModelError(
                 f"{type(optimizer).__name__} has stepped already: it holds state for "
                 f"{len(optimizer.state)} parameters. Call shard() before the first step, then load a "

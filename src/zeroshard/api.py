@@ -273,7 +273,7 @@ class Run(Kept):
         wanted = set(matching(names or ("*",), [p.name for p in runtime.params], "parameter", "parameters"))
         chosen = [p for p in runtime.params if p.name in wanted]
         whole = {
-            p.name: nn.Parameter(runtime.collect(p.read_master(), p.slot), requires_grad=p.trainable)
+            p.name: nn.Parameter(runtime.collect(p.read_master(), p.slot).to(p.wide), p.trainable)
             for p in chosen
         }
         for param in chosen:
@@ -378,12 +378,12 @@ class Run(Kept):
         for param in runtime.params:
             whole = param.home
             if runtime.faces.mesh is not None:
-                full = runtime.collect(param.read_master(), param.slot).to(param.leaf.device)
+                full = runtime.collect(param.read_master(), param.slot).to(param.leaf.device, param.wide)
                 whole = nn.Parameter(full, requires_grad=param.trainable)
             elif param.master is not None:
                 whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
-            elif param.local.is_floating_point():
-                whole.data = whole.data.to(param.leaf.device, copy=True)
+            else:
+                whole.data = whole.data.to(param.leaf.device, param.wide, copy=True)
             successors[id(param.home)] = whole
             param.stand(whole)
         for update in runtime.updates:

@@ -33,6 +33,7 @@ from .published import ChangedRows
 from .routes import check_patterns, gather_codec, routes_of
 from .runtime import Runtime
 from .shard import Faces, Master, Param, make_home, retire
+from .state import renew_state
 from .step import Update, rows_suffice
 from .sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
 from .tier import Copies
@@ -99,6 +100,7 @@ class Builder:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             update = Update(optimizer, [p for p in params if id(p.original) in held], self.faces)
             update.adopt(successors)
+            renew_state(update)
             self.runtime.updates.append(update)
         for param in params:
             param.stand(param.home)
@@ -224,6 +226,7 @@ class Builder:
             home = make_home(tenant, slot, local[index], self.faces)
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))
             bundle.params[-1].master = masters.get(tenant.name)
+            bundle.params[-1].wide = bundle.master_dtype
             fresh.done(tenant)
         return bundle
 

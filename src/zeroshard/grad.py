@@ -277,6 +277,14 @@ class LocalGradients:
             bucket.send()
             bucket.waiting = len(bucket.params)
 
+    def abandon(self, accumulated: bool) -> None:
+        """A backward died half way: forget which gradients have arrived, and what waits for the rest of its
+        bucket; unless it was `accumulated` without synchronisation, which `zero_grad` drops."""
+        for bucket in self._local_buckets:
+            bucket.waiting = len(bucket.params)
+            for param in bucket.params:
+                param.leaf.grad = param.leaf.grad if accumulated else None
+
     def errors(self) -> dict[str, float]:
         return {}
 

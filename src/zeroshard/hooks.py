@@ -3,8 +3,10 @@ registered is undone by `remove`."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -35,7 +37,8 @@ class Hooks:
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self.model, self.runtime = model, runtime
-        self._undo: list[Callable[[], None]] = []
+        self._handles: list[Any] = []
+        self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, and what stood there before
         self.after_step: Callable[[], None] | None = None
 
     def install(self, recompute: list[str]) -> None:
@@ -53,11 +56,40 @@ class Hooks:
         self._guard_moves()
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        while self._replaced:
+            _put_back(*self._replaced.pop())
+        while self._handles:
+            self._handles.pop().remove()
 
     def _keep(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
+        self._handles.append(handle)
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        """An attribute of one object alone, in place of its class's."""
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        vars(owner)[name] = function
+
+    @contextmanager
+    def _taken_off(self) -> Iterator[None]:
+        """Nothing of ours is registered for the length of a block."""
+        found = [(handle.hooks_dict_ref(), handle.id) for handle in self._handles]
+        full = [
+            (hooks, list(hooks.items())) for hooks in {id(h): h for h, _ in found if h is not None}.values()
+        ]
+        stood = [(owner, name, vars(owner)[name]) for owner, name, _ in self._replaced]
+        for hooks, number in found:
+            if hooks is not None:
+                hooks.pop(number, None)
+        for owner, name, before in reversed(self._replaced):
+            _put_back(owner, name, before)
+        try:
+            yield
+        finally:
+            for hooks, items in full:
+                hooks.clear()
+                hooks.update(items)
+            for owner, name, function in stood:
+                vars(owner)[name] = function
 
     # ------------------------------------------------------------------ modules
 
@@ -79,6 +111,7 @@ class Hooks:
 
         @_uncompiled
         def before(module: nn.Module, args: Any) -> None:
+            runtime.recover()
             runtime.enter(unit)
 
         @_uncompiled
@@ -161,9 +194,7 @@ class Hooks:
 
         compiled = module._compiled_call_impl
         name, function = ("forward", entered) if compiled is None else ("_compiled_call_impl", compiled)
-        before = module.__dict__.get(name)
-        object.__setattr__(module, name, partial(checkpoint, function, use_reentrant=False))
-        self._undo.append(partial(_put_back, module, name, before))
+        self._replace(module, name, partial(checkpoint, function, use_reentrant=False))
 
     # ------------------------------------------------------------------ optimizer
 
@@ -188,7 +219,11 @@ class Hooks:
         def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
             own_add(group)
             added = {id(p) for p in self.param_groups[-1]["params"]}
-            update.meet([param for param in runtime.params if id(param.home) in added])
+            try:
+                update.meet_late([param for param in runtime.params if id(param.home) in added])
+            except ModelError:
+                self.param_groups.pop()
+                raise
 
         if hasattr(own_step, "_wrapped_by_lr_sched"):
             # A scheduler built before shard() looks for its mark, and would warn that step() was replaced.
@@ -200,9 +235,7 @@ class Hooks:
             "add_param_group": add_param_group,
         }
         for name, function in wrapped.items():
-            before = optimizer.__dict__.get(name)
-            setattr(optimizer, name, MethodType(function, optimizer))
-            self._undo.append(partial(_put_back, optimizer, name, before))
+            self._replace(optimizer, name, MethodType(function, optimizer))
 
         def shown(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             if runtime.host is not None:
@@ -248,17 +281,37 @@ class Hooks:
             runtime.forget()
             own_zero(set_to_none)
 
-        for name, function in (("_apply", refuse), ("zero_grad", zero_grad)):
-            before = model.__dict__.get(name)
-            object.__setattr__(model, name, function)
-            self._undo.append(partial(_put_back, model, name, before))
+        self._replace(model, "zero_grad", zero_grad)
         for module in model.modules():
-            if module is not model and module._parameters:
-                module.__dict__["_apply"] = refuse
-                self._undo.append(partial(_put_back, module, "_apply", None))
+            if module is model or module._parameters:
+                self._replace(module, "_apply", refuse)
+            self._replace(module, "__deepcopy__", partial(self._copied, module))
+            self._replace(module, "__reduce_ex__", _refuse_pickle)
         self._keep(model.register_state_dict_pre_hook(lambda *_: runtime.settle()))
         self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
+
+    def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """`copy.deepcopy`: a plain module of its own. What is ours must not come along: the copy would enter
+        the units of the original, and recompute with its weights."""
+        self.runtime.settle()
+        standing = {id(p) for p in module.parameters()}
+        meshed = self.runtime.faces.mesh is not None
+        for param in self.runtime.params:
+            if id(param.home) in standing and (meshed or param.master is not None):
+                raise StateError(
+                    f"copy.deepcopy() of a sharded model: `{param.name}` is not whole here. Copy it inside "
+                    "`with run.gathered():`, which every rank enters, or before zs.shard()."
+                )
+        with self._taken_off():
+            return copy.deepcopy(module, memo)
+
+
+def _refuse_pickle(protocol: Any) -> Any:
+    raise StateError(
+        "a sharded model cannot be pickled, nor saved whole by torch.save(): use run.save(folder), save "
+        "model.state_dict(), or call run.close() first."
+    )
 
 
 def _strayed(runtime: ref[Runtime], param: ref[Param], grad: Tensor) -> Tensor:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
+from types import FrameType
 
 from torch import Tensor, nn
 
@@ -35,6 +38,7 @@ class LiveUnit:
 
     def follow_homes(self) -> None:
         """`requires_grad` is the user's to change, on the homes of parameters that there are buckets for."""
+        self._check_homes()
         if list(map(_requires_grad, self._leaves)) == list(map(_requires_grad, self._homes)):
             return
         for param in self.params:
@@ -45,6 +49,20 @@ class LiveUnit:
                         "place. Freeze it after shard() instead of before: then it can be thawed."
                     )
                 param.leaf.requires_grad_(param.home.requires_grad)
+
+    def _check_homes(self) -> None:
+        """A forward is about to put leaves where something else than the homes may stand."""
+        for seats, _, homes in self._seats:
+            if not all(map(is_, map(seats.get, homes), homes.values())):
+                names = {id(p.home): p.name for p in self.params}
+                name = next(names[id(home)] for at, home in homes.items() if seats.get(at) is not home)
+                raise StateError(
+                    f"`{name}` in the model is not what zs.shard() put there, and no forward would use it. "
+                    "It was replaced (by assignment, or load_state_dict(assign=True)), or this forward is "
+                    "inside run.gathered() or torch.func.functional_call(). Write values through "
+                    "run.gathered(write=True) and run the model after the block; run.kept_full() keeps what "
+                    "is gathered for several forwards; call functions on a copy made inside gathered()."
+                )
 
     def stand_leaves(self) -> None:
         for seats, leaves, _ in self._seats:
@@ -58,8 +76,48 @@ class LiveUnit:
         for bundle in self.bundles:
             bundle.release()
 
+    def abandon(self) -> None:
+        """As before its first entry."""
+        self.depth = 0
+        self.stand_homes()
+        self.release()
+
 
 Seats = dict[str, nn.Parameter | None]
+
+
+class Caller:
+    """The frame that a forward was begun from. Torch calls no hook where an interrupt (Ctrl-C) ends a
+    forward; but then this frame is on the stack no more."""
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._thread = 0
+
+    def note(self) -> None:
+        """A forward begins: its frame is the first that is neither ours nor the compiler's."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _passing(frame):
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+
+    def forget(self) -> None:
+        self._frame = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether the forward has ended, as far as this thread can tell."""
+        if self._frame is None or threading.get_ident() != self._thread:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is None
+
+
+def _passing(frame: FrameType) -> bool:
+    """Whether it ends before the forward does: a hook of ours, or what the compiler wraps around it."""
+    return str(frame.f_globals.get("__name__")).startswith(("zeroshard.", "torch._dynamo."))
 
 
 class Course:
@@ -75,6 +133,10 @@ class Course:
     def enter(self, unit: LiveUnit) -> None:
         """It computes, in forward."""
         self._trace.append(unit)
+
+    def drop(self) -> None:
+        """A forward was interrupted: its order says nothing."""
+        self._trace.clear()
 
     def end(self, reach: int) -> None:
         """A forward is over. `reach`: how many units are gathered ahead of use."""

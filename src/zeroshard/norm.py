@@ -26,8 +26,13 @@ def global_norm(
     `squares` are sums of squares that others have counted. No `transport`: this rank holds everything.
     """
     mine = [g for p, g in grads if transport is None or p.slot.split != "copy" or transport.rank == 0]
-    parts = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in mine if g.numel()] + squares
-    total = (
-        float(torch.stack([s.to(parts[0].device) for s in parts]).sum(dtype=torch.float64)) if parts else 0.0
-    )
+    parts = [_square(g) for g in mine if g.numel()] + squares
+    total = float(torch.stack([s.to(parts[0].device, torch.float64) for s in parts]).sum()) if parts else 0.0
     return math.sqrt(total if transport is None else transport.sum([total])[0])
+
+
+def _square(grad: Tensor) -> Tensor:
+    """The square of its norm, in fp32 or more."""
+    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    norm: Tensor = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
+    return norm.square()

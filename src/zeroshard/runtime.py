@@ -32,13 +32,14 @@ from .grad import Gradients, LocalGradients
 from .guard import Reader
 from .host import HostUpdates
 from .layout import Slot
-from .live import Course, LiveUnit
+from .live import Caller, Course, LiveUnit
 from .norm import clip_scale, global_norm
-from .param import Bundle, Residence, SavedTensors
+from .param import Bundle, Residence
 from .part import Part
 from .place import Host
 from .placement import Placement
 from .pool import Ledger, Pool
+from .saved import SavedTensors
 from .shard import Faces, Param
 from .step import Update
 from .sync import Pace
@@ -46,8 +47,7 @@ from .whole import collect
 
 
 class Runtime:
-    """See the module's docstring. `hooks` calls `enter`, `leave`, `output`, `arrived`, `step`; `api` calls
-    the rest."""
+    """See the module's docstring. `hooks` calls `enter`, `leave`, `arrived`, `step`; `api` the rest."""
 
     def __init__(
         self, options: Options, transport: Transport, faces: Faces, pool: Pool, ledger: Ledger
@@ -73,7 +73,7 @@ class Runtime:
         self._epoch = 0
         self._active = 0  # units entered and not left
         self._keep_full = False
-        self._course = Course()
+        self._course, self._caller = Course(), Caller()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
         self._stray = False  # a home got a gradient of its own in this backward
@@ -87,16 +87,18 @@ class Runtime:
         """A module of this unit is about to compute."""
         if unit.depth == 0:
             if self._active == 0:
+                self._caller.note()
                 self._wake()
             if self._task is not None:
                 self._make_room(unit, done=True)  # it is recomputed: the one above it has had its turn
+            else:
+                unit.follow_homes()
             self._bring(unit)
-            self._active += 1
             if self._task is None:
                 self.pace.advance()
-                unit.follow_homes()
                 unit.stand_leaves()
                 self._course.enter(unit)
+            self._active += 1
         unit.depth += 1
         if unit.sharded:
             self.saved.push()
@@ -115,8 +117,22 @@ class Runtime:
             unit.stand_homes()
             if not self._kept_for_backward(unit):
                 unit.release()
-        if self._active == 0 and self._task is None:
-            self._course.end(self.options.prefetch if self._overlaps else 0)
+        if self._active == 0:
+            self._caller.forget()
+            if self._task is None:
+                self._course.end(self.options.prefetch if self._overlaps else 0)
+
+    def recover(self) -> None:
+        """Leave a forward that was interrupted (see `Caller`), and on one rank a backward that died."""
+        if self._active and self._caller.gone:
+            for unit in self.units:
+                unit.abandon()
+            self.saved.abandon()
+            self._course.drop()
+            self._caller.forget()
+            self._active = 0
+        if self.transport.size == 1:
+            self._abandon()
 
     def _kept_for_backward(self, unit: LiveUnit) -> bool:
         """The root and the last units are the first that backward needs; dropping them would fetch them
@@ -129,8 +145,7 @@ class Runtime:
         """The first unit of a forward: hand on this rank's newest rows, and start to fetch the peers'."""
         if self.closed:
             raise StateError("this run is closed; call zs.shard() again to train on.")
-        if self._task is not None and torch._C._current_graph_task_id() == -1:
-            self._abandon()
+        self._abandon()
         if self._task is None and not self._ahead:
             self._refuse_pending()
         if self._task is None and not self._keep_full:
@@ -140,8 +155,7 @@ class Runtime:
         self.publish()
 
     def publish(self) -> None:
-        """Let the peers have this rank's newest rows, unless they do. Not done by `step`: loops write
-        parameters after it."""
+        """Let the peers have this rank's newest rows. Not done by `step`: loops write parameters after it."""
         if self._stale:
             if self._host_updates is not None and (self.transport.size > 1 or self._rewritten):
                 self._host_updates.drain()  # peers will read this rank's rows
@@ -157,13 +171,15 @@ class Runtime:
                     bundle.gather(self._epoch)
 
     def _abandon(self) -> None:
-        """A backward died half way. One rank can start afresh; several cannot know what the others have
-        sent."""
-        if self.transport.size > 1:
+        """If a backward died half way: one rank starts afresh; several cannot know what others have sent."""
+        if self._task is None or _current_graph_task_id() != -1:
+            return
+        if self.transport.size > 1 or not isinstance(self.gradients, LocalGradients):
             raise StateError(
                 "an earlier backward failed on this rank before its gradients were reduced; restart the "
                 "run from a checkpoint."
             )
+        self.gradients.abandon(self.unsynced)
         self._end(land=False)
 
     def _bring(self, unit: LiveUnit) -> None:
@@ -205,7 +221,7 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """Called at every sign of a backward; acts on the first."""
-        task = torch._C._current_graph_task_id()
+        task = _current_graph_task_id()
         if self._task is not None:
             self._nested = self._nested or task != self._task
             return
@@ -247,8 +263,8 @@ class Runtime:
             bundle.finish()
 
     def _make_room(self, coming: LiveUnit, done: bool = False) -> None:
-        """Release what backward is done with: units whose gradients are all in, frozen ones, and unless only
-        the `done` shall go all but the last two."""
+        """Release what backward is done with: units whose gradients are all in, or which have none, and
+        unless only the `done` shall go all but the last two."""
         root, keep = self.units[0], []
         for index, unit in enumerate(self._recent):
             old = unit.expected <= 0 or (index < len(self._recent) - 1 and not done)
@@ -280,8 +296,7 @@ class Runtime:
         self._task = None
 
     def _land_late_ones(self) -> None:
-        """Gradients that a nested backward added after their bucket had left: another round, agreed by all
-        ranks."""
+        """Gradients that a nested backward added after their bucket had left: another round on all ranks."""
         buckets = self.gradients.buckets
         late = any(p.leaf.grad is not None for b in buckets for p in b.params)
         if buckets and self.transport.max([float(late)])[0]:
@@ -291,6 +306,7 @@ class Runtime:
 
     def step(self, update: Update, step: Callable[[], Any]) -> None:
         """Run one optimizer's step on the local rows."""
+        self.recover()
         if not self.sync:
             raise StateError(
                 "optimizer.step() inside run.no_sync(): gradients of this rank alone are not the gradient. "
@@ -352,8 +368,8 @@ class Runtime:
             self.reader.copied_of(None) if in_step else self.reader.copied()
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
-        """`zero_grad` also drops what was accumulated without synchronisation, and what is on its way to
-        the host."""
+        """`zero_grad` also drops what was accumulated without synchronisation, or is going to the host."""
+        self.recover()
         if self._host_updates is not None and self._host_updates.pending and not self._ahead:
             assert self.host is not None
             self._host_updates.discard(
@@ -377,8 +393,7 @@ class Runtime:
 
     @contextmanager
     def kept_full(self) -> Iterator[None]:
-        """Gather every unit once and release none until the end: forward passes inside need no
-        communication."""
+        """Gather every unit once and release none until the end: see `Run.kept_full`."""
         self._wake()
         self._keep_full = True
         try:
@@ -398,6 +413,7 @@ class Runtime:
 
     def settle(self) -> None:
         """Wait until all that was begun is in its place: what the host updates, and changes that travel."""
+        self.recover()
         for bundle in self.bundles:
             bundle.catch_up()
         if self._host_updates is not None:

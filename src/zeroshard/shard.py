@@ -109,6 +109,7 @@ class Param:
         self.original = tenant.parameter
         self.slot, self.leaf, self.local, self.home = slot, leaf, local, home
         self.master: Master | None = None  # where `local` is not the master itself
+        self.wide = local.dtype  # of masters in this run; with offload what no optimizer has is kept narrower
 
     @property
     def trainable(self) -> bool:
@@ -131,6 +132,11 @@ class Param:
             self.local.copy_(rows)
             return
         self.master.write(0, rows.float().reshape(-1).contiguous())
+
+    @property
+    def narrow(self) -> bool:
+        """Whether fewer bits of it are kept than an update needs."""
+        return self.master_dtype != self.wide
 
     def stand(self, parameter: nn.Parameter) -> None:
         """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""

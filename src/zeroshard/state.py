@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adagrad
 
 from .comm import Transport
 from .layout import Slot
@@ -20,6 +21,24 @@ from .shard import Faces, Param
 from .step import Update
 
 Collect = Callable[[Tensor, Slot], Tensor]
+
+
+def renew_state(update: Update) -> None:
+    """Adagrad makes its state when it is built, for whole parameters. It gets one for the rows, where they
+    rest."""
+    optimizer = update.optimizer
+    if type(optimizer) is not Adagrad:
+        return
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for home in group["params"]:
+            param, first = update.params[id(home)], group["initial_accumulator_value"]
+            like: dict[str, Any] = {"dtype": param.master_dtype, "device": param.local.device}
+            value = complex(first, first) if param.local.is_complex() else first
+            optimizer.state[home] = {
+                "step": torch.tensor(0.0, device=param.local.device if group["fused"] else None),
+                "sum": torch.full(param.local.shape, value, **like),
+            }
 
 
 def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:

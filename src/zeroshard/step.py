@@ -53,6 +53,13 @@ def rows_suffice(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def unstepped(optimizer: Optimizer) -> bool:
+    """Whether its state is that of its beginning: Adagrad makes it when it is built."""
+    counts = [state.get("step") for state in optimizer.state.values()]
+    fresh = type(optimizer) is torch.optim.Adagrad
+    return fresh and all(isinstance(n, Tensor) and (n.is_meta or not n.item()) for n in counts)
+
+
 def refuse_unfit(optimizer: Optimizer) -> None:
     """Optimizers that look across parameters, or want sparse gradients, have no meaning on shards."""
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -85,7 +92,7 @@ class Update:
         self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
 
     def meet(self, params: Sequence[Param]) -> None:
-        """Parameters that the optimizer holds, from the start or since `add_param_group`."""
+        """Parameters that the optimizer holds."""
         wholes = any(p.slot.split == "whole" for p in self.params.values())
         for param in params:
             if wholes and param.slot.by_rows:
@@ -103,6 +110,17 @@ class Update:
             else:
                 proxy = nn.Parameter(param.local, requires_grad=False)
             self._proxies[id(param.home)] = proxy
+
+    def meet_late(self, params: Sequence[Param]) -> None:
+        """Parameters that `add_param_group` brings."""
+        for param in params:
+            if param.narrow and param.trainable:
+                raise ModelError(
+                    f"`{param.name}` was in no optimizer when zs.shard() was called, and with offload= no "
+                    f"{str(param.wide).removeprefix('torch.')} master of it is kept. Give it to "
+                    "the optimizer before shard(), and freeze it after shard() until it shall train."
+                )
+        self.meet(params)
 
     def adopt(self, successors: dict[int, nn.Parameter]) -> None:
         """Put the homes where the optimizer held the user's parameters."""

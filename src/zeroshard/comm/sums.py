@@ -30,6 +30,8 @@ def sum_pieces(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float)
     """
     if out.numel() == 0:
         return
+    if out.is_complex():
+        out, sources = _parts(out), [_parts(source) for source in sources]
     if out.device.type == "cpu" and torch.get_num_threads() == 1:
         sum_on_this_thread(out, sources, scale)
     else:
@@ -41,7 +43,8 @@ def sum_spans(
 ) -> None:
     """As `sum_pieces`, with one source, number `place`, of which some spans lie elsewhere, in its dtype.
     Together the spans are all of `out`."""
-    if out.device.type == "cpu" and torch.get_num_threads() == 1 and native.loader.kernels() is not None:
+    here = out.device.type == "cpu" and torch.get_num_threads() == 1 and not out.is_complex()
+    if here and native.loader.kernels() is not None:
         native.sum_spans(out, sources, scale, place, spans)
         return
     for start, numel, elsewhere, first in spans:
@@ -49,6 +52,11 @@ def sum_spans(
         if elsewhere is not None:
             parts[place] = elsewhere.view(-1)[first : first + numel]
         sum_pieces(out[start : start + numel], parts, scale)
+
+
+def _parts(flat: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts in turn, in the same memory."""
+    return torch.view_as_real(flat).view(-1)
 
 
 def _sum_by_chunks(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float) -> None:
