@@ -14,14 +14,12 @@ afresh, so nothing adds up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .codec import Cast, Codec, Delta, Int4, Int8, OneBit, Ternary, TwoBit
 from .coding import in_words
-from .comm import Transport, Work
+from .comm import Targets, Transport, Work
 from .guard import Guarded
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
@@ -103,17 +101,17 @@ class CodedRows(Guarded):
         """What has been sent since is so much shorter than the rows are."""
         self.transport.counters.add_spared(kind, round((self.sent(kind) - before) * (self._ratio - 1.0)))
 
-    def spread(self, stage: Tensor | None, out: Sequence[Sequence[Tensor]]) -> None:
-        """Decode what has come, and this rank's own; `out`: per rank, where the rows of each slot go."""
+    def spread(self, stage: Tensor | None, out: Targets) -> None:
+        """Decode what has come, and this rank's own, to where the rows of each rank go."""
         assert stage is not None
         scratch = self._take()
-        for rank, rows in enumerate(out):
-            if self._sizes[rank] == 0:
+        for rank, size in enumerate(self._sizes):
+            if size == 0:
                 continue
             values = scratch[: self._bodies[rank]]
             self.codec.decode(self._code(rank, stage).to(values.device), values, add=False)
-            pieces = [values[start : start + n] for start, n in self.pack.cuts_of_pieces()[rank]]
-            torch._foreach_copy_(list(rows), pieces)
+            pieces = [values[start : start + n] for start, n in self.pack.cuts_of_pieces[rank]]
+            torch._foreach_copy_(out.made(rank), pieces)
         self.pool.give(scratch)
 
     def private(self) -> list[Private]:
@@ -196,13 +194,11 @@ class ChangedRows(CodedRows):
             self.pool.give(stage)
         self.pool.give(scratch)
 
-    def spread(self, stage: Tensor | None, out: Sequence[Sequence[Tensor]]) -> None:
+    def spread(self, stage: Tensor | None, out: Targets) -> None:
         self.catch_up()
-        for rank, rows in enumerate(out):
-            values = self._believed(rank)
-            torch._foreach_copy_(
-                list(rows), [values[at : at + n] for at, n in self.pack.cuts_of_pieces()[rank]]
-            )
+        to, of = out.pairs(self.believed)
+        if to:
+            torch._foreach_copy_(to, of)
 
     def private(self) -> list[Private]:
         """What is believed, too."""

@@ -58,7 +58,7 @@ class Chunk:
 
     def _places(self, flat: Tensor, rank: int) -> list[Tensor]:
         """Where those rows lie in a piece."""
-        return [flat[at : at + n] for at, n in self.pack.cuts_of_pieces()[rank]]
+        return [flat[at : at + n] for at, n in self.pack.cuts_of_pieces[rank]]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -85,7 +85,7 @@ class Chunk:
         self.anchor.mine.sub_(delta.add_(self.momentum, alpha=outer.momentum), alpha=outer.lr)
 
     def fetch(self) -> Any:
-        cuts, out = self.pack.cuts_of_pieces(), [self._rows(rank) for rank in range(self.transport.size)]
+        cuts, out = self.pack.cuts_of_pieces, [self._rows(rank) for rank in range(self.transport.size)]
         return self.transport.gather("outer", self.key, self.anchor, cuts, out)
 
     def kept(self) -> list[Kept]:
