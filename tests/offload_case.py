@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 import zeroshard as zs
 from zeroshard import build, host, place
 from zeroshard.balance import heaviest
+from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.config import Options
 from zeroshard.host import HostUpdates
 from zeroshard.memory import Setup, demands_of
 from zeroshard.native import split
 from zeroshard.param import Bundle
 from zeroshard.part import Part
-from zeroshard.planning import blocks_of, rules_of
 from zeroshard.testing import assert_same_bits, ranks
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 41, 8, 20, 33

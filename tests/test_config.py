@@ -10,7 +10,7 @@ import typing
 import pytest
 
 import zeroshard as zs
-from zeroshard.config import OptionKeys, Options, did_you_mean, parse_bytes, patterns, show_bytes
+from zeroshard.config import OptionKeys, Options, did_you_mean, parse_bytes, patterns, show_apart, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,26 @@ def test_sizes_must_be_above_zero(text: int | str) -> None:
         (25 * 2**20, "25.0 MiB"),
         (3 * 2**40, "3.0 TiB"),
         (2**52, "4096.0 TiB"),
+        (2**30 - 1, "1.0 GiB"),
     ],
 )
 def test_bytes_for_people(number: float, text: str) -> None:
     assert show_bytes(number) == text
+
+
+@pytest.mark.parametrize(
+    ("pair", "texts"),
+    [
+        ((2**30, 3 * 2**20), ("1.0 GiB", "3.0 MiB")),
+        ((2**30 - 2**20, 2**30), ("0.999 GiB", "1.000 GiB")),
+        ((2**30, 2**30 + 1), ("1,073,741,824 bytes", "1,073,741,825 bytes")),
+        ((1023, 1024), ("0.999 KiB", "1.000 KiB")),
+        ((7, 8), ("7 B", "8 B")),
+        ((2**40, 2**40), ("1.0 TiB", "1.0 TiB")),
+    ],
+)
+def test_two_sizes_that_are_compared_look_different(pair: tuple[int, int], texts: tuple[str, str]) -> None:
+    assert show_apart(*pair) == texts
 
 
 def test_nearest_word() -> None:

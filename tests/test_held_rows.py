@@ -12,6 +12,7 @@ from torch import Tensor
 
 import zeroshard as zs
 from zeroshard import timeline
+from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.bucket import held
 from zeroshard.bucket.held import HeldRows, parts_of
 from zeroshard.comm import Span, sum_spans
@@ -20,7 +21,6 @@ from zeroshard.config import Options
 from zeroshard.layout import FlatPack, Pack, slots_for
 from zeroshard.memory import Setup
 from zeroshard.native import loader
-from zeroshard.planning import blocks_of, rules_of
 from zeroshard.testing import assert_same_bits, ranks
 
 WAYS = ("copied", "held", "let go")

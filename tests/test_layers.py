@@ -60,7 +60,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state", "saved"),
-    ("part", "eligible"),
+    ("part", "eligible", "unfit", "blueprint"),
     ("live", "due"),
     ("host",),
     ("place", "wiring"),

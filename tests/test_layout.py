@@ -106,9 +106,7 @@ def test_pieces_put_together_are_the_whole(world: int, split: Split, seed: int) 
             rows = whole[slot.name][start:stop] if slot.shape else whole[slot.name]
             pieces[rank][at : at + slot.held(rank)] = rows.reshape(-1)
     full = torch.full((pack.full,), -1.0)
-    for rank, (from_piece, to_full) in enumerate(
-        zip(pack.cuts_of_pieces(), pack.cuts_of_full(), strict=True)
-    ):
+    for rank, (from_piece, to_full) in enumerate(zip(pack.cuts_of_pieces, pack.cuts_of_full, strict=True)):
         for (at, numel), (to, count) in zip(from_piece, to_full, strict=True):
             assert numel == count
             full[to : to + numel] = pieces[rank][at : at + numel]

@@ -16,10 +16,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.balance import closed_form, heaviest, imbalance
+from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.config import Options
 from zeroshard.layout import FlatPack, Pack
 from zeroshard.memory import Setup, buffers_of, gathered
-from zeroshard.planning import blocks_of, rules_of
 from zeroshard.shapes import Block, Weight
 from zeroshard.testing import ranks
 

@@ -14,9 +14,9 @@ from offload_case import Case, Trained, batch, furthest, make_model, offloaded, 
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.layout import aligned
 from zeroshard.memory import Setup, buffers_of
-from zeroshard.planning import blocks_of, rules_of
 from zeroshard.testing import ranks
 
 Options = dict[str, Any]

@@ -19,6 +19,7 @@ from zeroshard.checkpoint.staging import Image
 from zeroshard.due import Job, next_of
 from zeroshard.host import HostUpdates
 from zeroshard.native import adam_update
+from zeroshard.part import joined
 from zeroshard.snapshot import host_parts
 
 
@@ -54,6 +55,36 @@ class _Due:
 def test_which_update_is_next(turns: tuple[int, ...], ready: int, idle: bool, taken: int | None) -> None:
     due = [_Due(turn, at < ready) for at, turn in enumerate(turns)]
     assert next_of(cast(list[Job], due), idle) == taken
+
+
+def test_weights_that_lie_together_are_one_copy() -> None:
+    memory, other = torch.arange(64.0), torch.arange(16.0)
+    targets = [memory[0:16], memory[16:32], memory[32:40], memory[48:64], other, other[:0]]
+    spans = [(0, 16), (16, 16), (32, 8), (48, 16), (64, 16), (80, 0)]  # eight elements of padding behind 40
+    strips = joined(targets, spans)
+    assert [(strip.start, strip.stop) for strip in strips] == [(0, 40), (48, 64), (64, 80)]
+    assert torch.equal(strips[0].target, memory[:40])
+    assert strips[0].target.data_ptr() == memory.data_ptr()
+    assert [(s.start, s.stop) for s in joined(targets[1:3], spans[1:3])] == [(16, 40)]
+    assert len(joined([memory[0:16], memory[32:48]], [(0, 16), (16, 16)])) == 2
+
+
+@pytest.mark.parametrize("master", ["plain", "split"])
+def test_a_block_s_weights_come_back_in_one_copy(master: Any) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run = zs.shard(
+        model, optimizer, precision="bf16", clip_norm=1e9, offload=zs.Offload(optimizer="host", master=master)
+    )
+    parts = run._runtime.host.parts  # type: ignore[union-attr]
+    assert any(len(part.strips) < len(part.params) for part in parts)
+    for part in parts:
+        assert sum(s.stop - s.start for s in part.strips) == sum(n for _, n in part.spans)
+        some = [index % 2 == 0 for index in range(len(part.params))]
+        named = [(s.start, s.stop) for s in part.strips_of(some)]
+        for (at, n), used in zip(part.spans, some, strict=True):
+            assert used == any(start <= at and at + n <= stop for start, stop in named)
+    run.close()
 
 
 def test_updates_from_before_a_save_go_first() -> None:

@@ -71,12 +71,12 @@ def test_what_offloading_itself_takes_is_left_free() -> None:
 def test_tiers_that_were_named_are_kept_to() -> None:
     wish = Wish("auto", "device")
     assert {p.parameters for p in arrange(units(3), Budget(device=6, host=None), wish)} == {"device"}
-    with pytest.raises(zs.PlanError, match=r"parameters of `blocks\.2` takes 2 B.*device 1 B.*device_bytes"):
+    with pytest.raises(zs.PlanError, match=r"`blocks\.2` has 2 B of parameters.*device 1 B.*device_bytes"):
         arrange(units(3), Budget(device=5, host=None), wish)
 
 
 def test_no_room_anywhere_is_an_error_that_says_what_to_pass() -> None:
-    with pytest.raises(zs.PlanError, match=r"optimizer state of `blocks\.1`.*path="):
+    with pytest.raises(zs.PlanError, match=r"`blocks\.1` has 12 B of optimizer state.*path="):
         arrange(units(3), Budget(device=10, host=12, disk=0))
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard import config
 from zeroshard import step as step_module
+from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.errors import OptionError
 from zeroshard.memory import Setup
 from zeroshard.placement import Place, Placement
-from zeroshard.planning import blocks_of, rules_of
 from zeroshard.testing import PeakBytes, assert_same_bits, ranks
 from zeroshard.timeline import IN_FLIGHT, step_moments
 

@@ -17,9 +17,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard import cli, measure
+from zeroshard.blueprint import rules_of
 from zeroshard.machine import GPUS, machine
 from zeroshard.planner import all_candidates
-from zeroshard.planning import inquire, rules_of
+from zeroshard.planning import inquire
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "planning.md"
 SCRIPT = """

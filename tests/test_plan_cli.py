@@ -22,6 +22,9 @@ def build_with_batch():
 
 def number():
     return 3
+
+def grown(layers=2):
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(layers)))
 """
 LIMITS = ["--ranks", "4", "--device", "1GiB"]
 
@@ -79,13 +82,52 @@ def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> No
             "PlanError: no plan fits 10.0 KiB per device",
         ),
         ("{script}:build", ["--ranks", "4", "--device", "10KiB"], "What would fit: pass --device "),
-        ("{script}:absent", LIMITS, "has no function 'absent'. It has: build, build_with_batch, number."),
+        (
+            "{script}:absent",
+            LIMITS,
+            "has no function 'absent'. It has: build, build_with_batch, number, grown.",
+        ),
         ("{script}:number", LIMITS, "returned a int, not a module"),
         ("nowhere.py:build", LIMITS, "there is no file nowhere.py"),
         ("build", LIMITS, "must be module:function"),
         ("{script}:build", ["--ranks", "4", "--device", "1GiB", "--gpu", "H1000"], 'Did you mean "H100"'),
         ("{script}:build", [*LIMITS, "--batch", "8x63"], "cannot be traced"),
         ("absent/config.json", LIMITS, "there is no file"),
+        ("{script}:build", ["--ranks", "4"], "one limit: --device 80GiB of a device, or --memory-limit-per-"),
+        ("{script}:build", ["--device", "1GiB"], "--ranks, or --nodes and --ranks-per-node."),
+        ("{script}:build", ["--ranks", "0", "--device", "1GiB"], "--ranks 0 must be a number of ranks"),
+        (
+            "{script}:build",
+            ["--ranks", "4", "--device", "H1000"],
+            'nor a GPU of the table. Did you mean "H100"',
+        ),
+        ("{script}:build", [*LIMITS, "--network", "0"], "--network 0.0 of a machine must be above zero"),
+        (
+            "{script}:build",
+            [*LIMITS, "--batch", "0x64"],
+            "--batch holds nothing: its first tensor is of shape",
+        ),
+        ("{script}:build", [*LIMITS, "--disk", "1GiB"], "--disk needs --disk-path, a folder on that disk"),
+        (
+            "{script}:build",
+            [*LIMITS, "--search", "batch"],
+            "micro-batch needs --batch, of any number of rows",
+        ),
+        (
+            "{script}:build",
+            ["--nodes", "1", "--ranks-per-node", "4", "--memory-limit-per-node", "3KiB", "--stage", "0"],
+            "What would fit: pass --memory-limit-per-node ",
+        ),
+        (
+            "{script}:grown",
+            [*LIMITS, "--search", "model", "--vary", "layer=1:3"],
+            "grown(layers=2) cannot be called with layer=1",
+        ),
+        (
+            "{script}:build",
+            ["--device", "1KiB", "--ranks", "8", "--no-offload", "--search", "ranks"],
+            "on up to 8 ranks no plan fits 1.0 KiB per device",
+        ),
     ],
 )
 def test_what_goes_wrong_is_told(
@@ -95,8 +137,48 @@ def test_what_goes_wrong_is_told(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build(:", "raised SyntaxError: invalid syntax"),
+        ("raise ValueError('here')", "broken.py raised ValueError: here."),
+        (
+            "raise SystemExit(3)",
+            'ends the process. Let what is not to run here stand under if __name__ == "__',
+        ),
+    ],
+)
+def test_a_script_that_cannot_be_loaded(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    assert cli.main(["plan", f"{tmp_path / 'broken.py'}:build", *LIMITS]) == 1
+    assert said in capsys.readouterr().err
+
+
+TINY = (
+    '"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, '
+    '"num_attention_heads": 4, "vocab_size": 100'
+)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="transformers is installed")
-def test_a_config_needs_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert cli.main(["plan", str(tmp_path / "config.json"), *LIMITS]) == 1
-    assert "pip install transformers" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("{}", [], "has no entry 'model_type'"),
+        ('{"model_type": "mamba"}', [], "pip install transformers"),
+        (f'{{{TINY}, "hidden_size": "x"}}', [], "no llama can be built from the entries of"),
+        (
+            f"{{{TINY}}}",
+            ["--search", "model", "--vary", "num_layers=1:9"],
+            "parameters at 1 as at 9, so there",
+        ),
+    ],
+)
+def test_configs_that_describe_nothing(
+    text: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert cli.main(["plan", str(tmp_path / "config.json"), *LIMITS, *words]) == 1
+    assert said in capsys.readouterr().err

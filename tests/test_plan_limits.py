@@ -38,6 +38,20 @@ def test_a_closed_run_holds_nothing_back() -> None:
     assert [ref() for ref in held] == [None, None, None]
 
 
+def test_a_limit_a_byte_too_small_is_told_from_what_is_needed() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(16384, 16384)  # 1.0 GiB and a bias
+    least = min(one.device for one in zs.plan(model, ranks=1, limit="1TiB", offload=None).candidates)
+    with pytest.raises(zs.PlanError) as refused:
+        zs.plan(model, ranks=1, limit=least - 1, offload=None)
+    assert f"no plan fits {least - 1:,} bytes per device: the smallest" in str(refused.value)
+    assert f"needs {least:,} bytes at" in str(refused.value)
+    made = zs.plan(model, ranks=1, limit=least, offload=None)
+    assert made.chosen.device == least
+    with pytest.raises(zs.PlanError, match=r"no plan fits 3\.999 GiB per device.* needs 4\.000 GiB at"):
+        zs.plan(model, ranks=1, limit=least - 2**20, offload=None)
+
+
 def test_pieces_of_large_segments_are_seen() -> None:
     mib = 1 << 20
     whole = {"total_size": 64 * mib, "blocks": [{"size": 64 * mib}]}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.choice import choose
 from zeroshard.config import Options
 from zeroshard.crossing import Sent, sent_by_rank
@@ -25,7 +26,7 @@ from zeroshard.machine import GPUS, machine
 from zeroshard.memory import Setup
 from zeroshard.plan import Plan
 from zeroshard.planner import Question
-from zeroshard.planning import blocks_of, rules_of, tokens
+from zeroshard.planning import tokens
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
 from zeroshard.timeline import Segment, peak_of, step_moments
 from zeroshard.trace import Inputs, Tracer

@@ -371,6 +371,11 @@ class Run(Kept):
         runtime = self._runtime
         if runtime.closed:
             return
+        if self.rank == 0 and self.size > 1 and runtime.pace.untimely() is not None:
+            log.warning(
+                "run.close() while the ranks' parameters differ: each rank keeps its own. Call "
+                "run.synchronise() before it for one model."
+            )
         self._keeper.close()
         runtime.close()
         self._hooks.remove()

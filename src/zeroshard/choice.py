@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .balance import imbalance
-from .config import Precision, show_bytes
+from .config import Precision, show_apart, show_bytes
 from .errors import PlanError
 from .plan import PLACINGS, Candidate, Plan, made_of
 from .planner import FILLING, Question, all_candidates, placing_of, price
@@ -81,11 +81,12 @@ def reasons(
 
 def _needs(question: Question, one: Candidate) -> str:
     if one.device > question.limit:
-        return f"it needs {show_bytes(one.device)} per device at {one.where}"
+        return f"it needs {show_apart(one.device, question.limit)[0]} per device at {one.where}"
     if question.shared and one.device + one.host > question.limit:
-        return f"it needs {show_bytes(one.device + one.host)} per rank, host tier included, at {one.where}"
-    what, _, node = _lacking(question, one)
-    return f"it needs {show_bytes(node)} of {what} per node"
+        needs, _ = show_apart(one.device + one.host, question.limit)
+        return f"it needs {needs} per rank, host tier included, at {one.where}"
+    what, most, node = _lacking(question, one)
+    return f"it needs {show_apart(node, most)[0]} of {what} per node"
 
 
 def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
@@ -95,18 +96,20 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
     if on_device and not question.shared:
         least = min(on_device, key=lambda one: (max(one.host - question.host_share, 0), one.disk))
         what, most, node = _lacking(question, least)
+        has, needs = show_apart(most, node)
         return (
-            f"no plan fits {show_bytes(most)} of {what} per node: the smallest whose "
+            f"no plan fits {has} of {what} per node: the smallest whose "
             f"device part fits ({least.label}) "
-            f"needs {show_bytes(node)} for {question.ranks_per_node} ranks. {_advice(question, least)}"
+            f"needs {needs} for {question.ranks_per_node} ranks. {_advice(question, least)}"
         )
     least = min(candidates, key=lambda one: _size(question, one))
     kinds = least.kinds | ({"host tier": least.host} if question.shared else {})
     parts = made_of(kinds, least=least.device // 200)
     whose = "rank" if question.shared else "device"
+    has, needs = show_apart(question.limit, _size(question, least))
     return (
-        f"no plan fits {show_bytes(question.limit)} per {whose}: the smallest ({least.label}) needs "
-        f"{show_bytes(_size(question, least))} at {least.where} ({parts}). {_advice(question, least)}"
+        f"no plan fits {has} per {whose}: the smallest ({least.label}) needs "
+        f"{needs} at {least.where} ({parts}). {_advice(question, least)}"
     )
 
 
@@ -142,7 +145,13 @@ def _advice(question: Question, least: Candidate) -> str:
             break
     size = _size(question, least)
     if size > question.limit:
-        ways.append(f'pass limit="{_rounded_up(size)}"')
+        node = size * question.ranks_per_node
+        most = (
+            f'memory_limit_per_node="{_rounded_up(node)}"'
+            if question.by_node
+            else f'limit="{_rounded_up(size)}"'
+        )
+        ways.append(f"pass {most}")
     else:
         what, _, node = _lacking(question, least)
         ways.append(f'pass {"host_limit" if what == "host memory" else "disk_limit"}="{_rounded_up(node)}"')

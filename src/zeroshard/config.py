@@ -79,11 +79,32 @@ def parse_bytes(value: int | str, what: str) -> int:
 
 def show_bytes(number: float) -> str:
     """Bytes for people: ``'25.0 MiB'``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
+    scale, unit = _unit(number)
+    return f"{number / scale:.{0 if scale == 1 else 1}f} {unit}"
+
+
+def show_apart(number: int, other: int) -> tuple[str, str]:
+    """Two sizes that a message compares, with as many digits as it takes to tell them apart.
+
+    >>> show_apart(2**30, 2**30 + 9 * 2**20)
+    ('1.000 GiB', '1.009 GiB')
+    """
+    scale, unit = _unit(max(number, other))
+    for digits in range(1, 5):
+        texts = f"{number / scale:.{digits}f}", f"{other / scale:.{digits}f}"
+        if number == other or (texts[0] != texts[1] and digits == 1):
+            return show_bytes(number), show_bytes(other)
+        if texts[0] != texts[1]:
+            return f"{texts[0]} {unit}", f"{texts[1]} {unit}"
+    return f"{number:,} bytes", f"{other:,} bytes"
+
+
+def _unit(number: float) -> tuple[int, str]:
+    """The unit that a size is shown in."""
+    power = 0
+    while abs(number) >= 1024**power * 1023.95 and power < 4:
+        power += 1
+    return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def dtype_name(value: str, what: str) -> str:
@@ -315,6 +336,12 @@ class Options:
                 f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
             )
         check_sync(self.sync, self.stage)
+        if self.precision is not None and self.precision.compute == "float16" and delays(self.sync):
+            raise OptionError(
+                "sync=Delayed() and fp16 do not go together: a GradScaler divides by this step's scale, "
+                "and the gradient is that of the step before (in the first step there is none). Pass "
+                'precision="bf16", or drop Delayed().'
+            )
         if self.offload is not None and local_steps(self.sync):
             raise OptionError(
                 "sync=Local(...) and offload= do not go together: local steps change whole parameters on the "

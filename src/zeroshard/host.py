@@ -191,8 +191,8 @@ class HostUpdates:
         there = job.held and job.taken is not None  # what is taken back left its weights there
         if part.splits and not part.paged and not there:
             weights = self._weights_in(job, stage)
-            to += [weights[at : at + n] for at, n in part.spans]
-            of += part.targets
+            to += [weights[strip.start : strip.stop] for strip in part.strips]
+            of += [strip.target for strip in part.strips]
         return Staged(job, stage, self.copies.out(to, of, job.landed))
 
     def _update(self, staged: Staged) -> None:
@@ -243,12 +243,9 @@ class HostUpdates:
 
     def _show(self, part: Part, weight: Tensor) -> None:
         """Send new weights to where the next forward finds them."""
-        moved = [
-            (t, weight[at : at + n])
-            for t, (at, n), used in zip(part.targets, part.spans, part.used, strict=True)
-            if used and not part.paged
-        ]
-        part.ready = self.copies.back([t for t, _ in moved], [w for _, w in moved], part.free)
+        strips = [] if part.paged else part.strips_of(part.used)
+        from_host = [weight[strip.start : strip.stop] for strip in strips]
+        part.ready = self.copies.back([strip.target for strip in strips], from_host, part.free)
 
     def _fail(self, part: Part | None, error: BaseException) -> None:
         """Keep an error for the training thread, and wake whoever waits for what will not come."""

@@ -8,15 +8,17 @@ whole make a *full* buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal
+from typing import Literal, TypeVar, overload
 
 ALIGN = 16  # elements: 32 bytes or more, what vector loads and GPU matrix units ask of an address
 
 Split = Literal["rows", "level", "whole", "copy"]
+T = TypeVar("T")
 
 
 def aligned(numel: int, to: int = ALIGN) -> int:
@@ -99,9 +101,71 @@ class Slot:
         start, stop = self.rows(rank)
         return (stop - start) * self.row
 
+    def edges(self) -> tuple[int, ...]:
+        """The ranks, some of them perhaps beyond the last, that may own more or less than the rank before."""
+        if self.split == "copy" or not self.height:
+            return ()
+        if self.split == "whole":
+            return self.owner, self.owner + 1
+        if self.split == "level":
+            more = self.height % self.world
+            return (self.owner, (self.owner + more) % self.world) if more else ()
+        full = self.height // -(-self.height // self.world)
+        return full, full + 1
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         start, stop = self.rows(rank)
         return (stop - start, *self.shape[1:]) if self.shape else ()
+
+
+class ByRank(Sequence[T]):
+    """Something of every rank, made when it is asked for, and kept from then on.
+
+    >>> squares = ByRank(10_000, lambda rank: rank * rank)
+    >>> squares[3], squares[-1], squares[1:3]
+    (9, 99980001, [1, 4])
+    """
+
+    def __init__(self, world: int, make: Callable[[int], T]) -> None:
+        self._ranks, self._make = range(world), make
+        self._made: dict[int, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._of, self._ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self._of(rank) for rank in self._ranks[index]]
+        return self._of(self._ranks[index])
+
+    def _of(self, rank: int) -> T:
+        if rank not in self._made:
+            self._made[rank] = self.made(rank)
+        return self._made[rank]
+
+    def made(self, rank: int) -> T:
+        """That of one rank, not kept."""
+        return self._make(rank)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Neighbouring ranks, start to stop, that own equally much of every slot of a pack: `held` elements. What
+    is done for one rank after another can be done for all of a band at once, in strides."""
+
+    start: int
+    stop: int
+    held: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -127,19 +191,27 @@ class Pack:
         return sum(aligned(slot.held(rank), self.align) for slot in self.slots)
 
     @cached_property
+    def bands(self) -> tuple[Band, ...]:
+        """All ranks, as few bands as can be: mostly one to three, however many ranks there are."""
+        return self.bands_around(())
+
+    def bands_around(self, ranks: Iterable[int]) -> tuple[Band, ...]:
+        """The same, with each of `ranks` in a band of its own."""
+        edges = {edge for slot in self.slots for edge in slot.edges()}
+        edges.update(edge for rank in ranks for edge in (rank, rank + 1))
+        marks = [0, *sorted(edge for edge in edges if 0 < edge < self.world), self.world]
+        return tuple(Band(a, b, tuple(slot.held(a) for slot in self.slots)) for a, b in pairwise(marks))
+
+    @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Elements of every rank's piece."""
         extra = aligned(len(self.slots)) if self.flags else 0
-        return tuple(self.body(rank) + extra for rank in range(self.world))
+        return tuple(n for band in self.bands for n in [self.body(band.start) + extra] * len(band))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each rank's piece begins in the wire."""
-        result, at = [], 0
-        for piece in self.pieces:
-            result.append(at)
-            at += piece
-        return tuple(result)
+        return tuple(accumulate(self.pieces[:-1], initial=0))
 
     @cached_property
     def wire(self) -> int:
@@ -158,24 +230,23 @@ class Pack:
     def full(self) -> int:
         return sum(aligned(slot.numel, self.align) for slot in self.slots)
 
-    def cuts_of_pieces(self) -> list[list[tuple[int, int]]]:
+    @cached_property
+    def cuts_of_pieces(self) -> Sequence[list[tuple[int, int]]]:
         """Per rank, the (offset, numel) of each slot's rows inside that rank's piece; for a gather from
         pieces."""
-        return [
-            list(zip(self.offsets(r), (s.held(r) for s in self.slots), strict=True))
-            for r in range(self.world)
-        ]
+        cuts = [list(zip(self.offsets(band.start), band.held, strict=True)) for band in self.bands]
+        return [cut for band, cut in zip(self.bands, cuts, strict=True) for _ in range(len(band))]
 
-    def cuts_of_full(self) -> list[list[tuple[int, int]]]:
+    @cached_property
+    def cuts_of_full(self) -> Sequence[list[tuple[int, int]]]:
         """Per rank, the (offset, numel) of its rows of each slot inside a full buffer; for a publish in
         place."""
-        return [
-            [
-                (at + s.rows(r)[0] * s.row, s.held(r))
-                for at, s in zip(self.full_offsets, self.slots, strict=True)
-            ]
-            for r in range(self.world)
-        ]
+        return ByRank(self.world, self.cut_of_full)
+
+    def cut_of_full(self, rank: int) -> list[tuple[int, int]]:
+        """Where the rows of one rank lie in a full buffer."""
+        places = zip(self.full_offsets, self.slots, strict=True)
+        return [(at + slot.rows(rank)[0] * slot.row, slot.held(rank)) for at, slot in places]
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,18 @@ class Machine:
     source: str = ""
     gpu: bool = True
 
+    def __post_init__(self) -> None:
+        for name in _RATES:
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name}={getattr(self, name)!r} of a machine must be above zero.")
+
+
+# What times are found by.
+_RATES = (
+    *("memory", "half", "full", "memory_rate", "pcie", "link", "network", "host_rate", "disk_rate"),
+    *("node", "efficiency"),
+)
+
 
 def _gpu(
     name: str, gib: int, rates: tuple[float, float, float], links: tuple[float, float], source: str

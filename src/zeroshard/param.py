@@ -18,6 +18,7 @@ NaN of the right shape, so that a use at a wrong moment is visible instead of si
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .codec import Codec
-from .comm import Region, Transport, Work
+from .comm import Region, Targets, Transport, Work
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
 from .published import ChangedRows, CodedRows, coded_rows
@@ -85,7 +86,7 @@ class Bundle:
         self.residence = Residence.FULL if resident else Residence.SHARDED
         self.epoch = 0  # the last epoch whose rows of the peers are in `full`
         self._work: Work | None = None
-        self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}
+        self._views: dict[int, tuple[list[Tensor], Targets]] = {}
         nothing = float("nan") if self.dtype.is_floating_point else 0
         blank = torch.full((), nothing, dtype=self.dtype, device=pool.device)
         self._blanks = [] if resident else [blank.expand(slot.shape) for slot in pack.slots]
@@ -97,7 +98,7 @@ class Bundle:
         self._compute, self._local = self.compute_views(), self.local_views()
         self.updated_by_host: set[int] = set()  # parameters whose compute rows the host update writes itself
         self.written_through: set[int] = set()  # and those whose home is not the master, nor a copy of it
-        self._cuts = pack.cuts_of_full() if resident else pack.cuts_of_pieces()
+        self._cuts = pack.cuts_of_full if resident else pack.cuts_of_pieces
 
     def _allocate(self, ledger: Ledger, codec: Codec | None) -> None:
         rank, device = self.transport.rank, self.pool.device
@@ -132,7 +133,7 @@ class Bundle:
         kind: Kind = "host" if store.device != device or self.rests.rows == "host" else "parameters"
         ledger.book(kind, store.nbytes)
         if self.region is not None and not self.resident:
-            ledger.book(kind, self.transport.cache(self.region, self.pack.cuts_of_pieces()))
+            ledger.book(kind, self.transport.cache(self.region, self.pack.cuts_of_pieces))
         # Rows that rest off the device are a copy of a master on it; so are those that were decoded.
         copied = self.rests.rows != "device" or (self.coded is not None and self.resident)
         own_master = self.master_dtype != self.dtype or copied
@@ -160,7 +161,7 @@ class Bundle:
             return list(self._blanks)  # on the disk; one rank has all of it
         return [
             self.full[at : at + n].view(slot.local_shape(rank))
-            for slot, (at, n) in zip(self.pack.slots, self.pack.cuts_of_full()[rank], strict=True)
+            for slot, (at, n) in zip(self.pack.slots, self.pack.cut_of_full(rank), strict=True)
         ]
 
     def split_masters(self) -> list[SplitMaster]:
@@ -272,14 +273,14 @@ class Bundle:
         self.epoch = epoch
         self.residence = Residence.GATHERING
 
-    def _fetch(self, out: list[Tensor]) -> None:
+    def _fetch(self, out: Sequence[Tensor]) -> None:
         """One rank, rows on the host or the disk: bring them in beside the computation."""
         if self.source is not None:
             places = [[out[index] for index in members] for members in self.source.members]
             self._work = self.source.streaming.start(self.source.stretches, places)
             return
         after = self.copies.here()  # the buffer may still be read by what was launched before
-        mark = self.copies.back(out, [view.view(-1) for view in self._compute], after)
+        mark = self.copies.back(list(out), [view.view(-1) for view in self._compute], after)
         self._work = _Arrival(mark)
 
     def use_locals(self, local: list[Tensor]) -> None:
@@ -318,14 +319,13 @@ class Bundle:
         self.full = None
         self.residence = Residence.SHARDED
 
-    def _views_of(self, buffer: Tensor) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The slots whole, and per rank the flat targets of a gather; made once per buffer."""
+    def _views_of(self, buffer: Tensor) -> tuple[list[Tensor], Targets]:
+        """The slots whole, and the targets of a gather; made once per buffer."""
         cached = self._views.get(buffer.data_ptr())
         if cached is None:
-            flat = [[buffer[at : at + n] for at, n in cuts] for cuts in self.pack.cuts_of_full()]
-            if self.resident and self.coded is None:
-                flat[self.transport.rank] = []
-            cached = self._views[buffer.data_ptr()] = (self.full_views(buffer), flat)
+            own = self.transport.rank if self.resident and self.coded is None else None
+            targets = Targets(self.pack, buffer, own)
+            cached = self._views[buffer.data_ptr()] = (self.full_views(buffer), targets)
         return cached
 
     # ------------------------------------------------------------------ what autograd saves

@@ -53,6 +53,36 @@ class Stretch:
 
 
 @dataclass(frozen=True)
+class Strip:
+    """Targets that follow one another in memory as they do in the flat gradient: one copy for all of them,
+    `target` from or to elements start..stop."""
+
+    target: Tensor
+    start: int
+    stop: int
+
+
+def joined(targets: Sequence[Tensor], spans: Sequence[tuple[int, int]]) -> list[Strip]:
+    """As few strips as can be. Every copy takes the interpreter from the thread that launches kernels."""
+    found: list[Strip] = []
+    for target, (at, n) in zip(targets, spans, strict=True):
+        last = found[-1] if found else None
+        if last is not None and last.stop == at and n and _follows(last.target, target):
+            whole = last.target.as_strided((last.target.numel() + n,), (1,))
+            found[-1] = Strip(whole, last.start, at + n)
+        elif n:
+            found.append(Strip(target, at, at + n))
+    return found
+
+
+def _follows(first: Tensor, second: Tensor) -> bool:
+    """Whether two flat tensors are neighbours in one memory."""
+    same = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    plain = first.is_contiguous() and second.is_contiguous()
+    return same and plain and first.data_ptr() + first.nbytes == second.data_ptr()
+
+
+@dataclass(frozen=True)
 class OnDisk:
     """A part's place on the disk."""
 
@@ -132,6 +162,7 @@ class Part(Guarded):
             (at + n, end) for (at, n), end in zip(self.spans, self._ends, strict=True) if at + n < end
         ]  # padding
         self.steps = [0] * len(self.params)  # updates that each parameter has had
+        self.strips = joined(self.targets, self.spans)
         self._shares: dict[tuple[int, int], AdamRows | SgdRows] = {}
         self.shown_steps: list[Tensor] = []  # the same, as `optimizer.state` shows it
 
@@ -215,6 +246,14 @@ class Part(Guarded):
         return torch.stack(
             [torch.linalg.vector_norm(r, dtype=torch.float32).square() for r in rows] or [flat.new_zeros(())]
         ).sum()
+
+    def strips_of(self, used: Sequence[bool]) -> list[Strip]:
+        """What the weights of some parameters are copied by."""
+        if all(used):
+            return self.strips
+        places = zip(self.targets, self.spans, used, strict=True)
+        some = [(target, span) for target, span, wanted in places if wanted]
+        return joined([target for target, _ in some], [span for _, span in some])
 
     # ------------------------------------------------------------------ steps
 

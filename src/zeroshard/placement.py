@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from .config import Tier, show_bytes
+from .config import Tier, show_apart, show_bytes
 from .errors import PlanError
 
 Rest = Literal["device", "host", "disk"]
@@ -223,13 +223,12 @@ def _settle(unit: str, what: str, size: Bytes, rests: Sequence[Rest], room: dict
         if size.at(rest) <= left:
             room[rest] = left - size.at(rest)
             return rest
-    left_over = ", ".join(f"{rest} {show_bytes(max(room[rest] or 0, 0))}" for rest in rests)
+    over = {rest: max(room[rest] or 0, 0) for rest in rests}
+    left_over = ", ".join(f"{rest} {show_apart(n, size.at(rest))[0]}" for rest, n in over.items())
     further = {
         "device": "pass a larger device_bytes=, or let it rest further away",
         "host": "pass a larger host_bytes=, or path= of a disk",
         "disk": "pass path= of a disk with more room",
     }[rests[-1]]
-    raise PlanError(
-        f"the {what} of `{unit}` takes {show_bytes(size.at(rests[-1]))}, and what is left is {left_over}: "
-        f"{further}."
-    )
+    takes, _ = show_apart(size.at(rests[-1]), over[rests[-1]])
+    raise PlanError(f"`{unit}` has {takes} of {what}, and what is left is {left_over}: {further}.")

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from .codec import from_settings
-from .config import Numerics, Options, Stage, show_bytes
+from .config import Numerics, Options, Stage, show_apart, show_bytes
 from .errors import OptionError, PlanError
 from .placement import Place, Placement
 
@@ -227,7 +227,7 @@ class Plan:
             table.add_row(
                 one.label,
                 mark,
-                show_bytes(one.device),
+                show_apart(one.device, self.limit)[0],
                 show_bytes(one.host),
                 *([show_bytes(one.disk)] if disk else []),
                 show_bytes(sum(one.sent.values())),

@@ -65,6 +65,7 @@ class Question:
     overlaps: bool = True
     staged: bool = False
     shared: bool = False
+    by_node: bool = False  # whether the limit was given as that of a node
     setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .blueprint import blocks_of, rules_of, shape_text, weights_of
 from .choice import choose
 from .config import OptionKeys, Options, Precision, did_you_mean, parse_bytes
 from .errors import OptionError, PlanError
@@ -21,10 +22,10 @@ from .machine import machine as find_machine
 from .memory import Setup
 from .plan import Plan, options_of
 from .planner import Question, placing_of
-from .shapes import Block, Rule, Weight
-from .step import rows_suffice
+from .shapes import Block
 from .timeline import Segment
-from .units import find_units, matching
+from .unfit import refuse_model, refuse_optimizers
+from .units import matching
 
 if TYPE_CHECKING:
     from .trace import Inputs, Loss
@@ -98,10 +99,22 @@ def inquire(
     """What `plan` asks, not yet answered."""
     given: dict[str, Any] = dict(asked)
     wanted = take_asked(given)
-    machine = wanted.get("machine", "H100")
-    found = find_machine(machine) if isinstance(machine, str) else machine
-    place = Place(_ranks(ranks, wanted), found)
-    return inquiry_for(model, _listed(optimizer), wanted, _options(given), given, place)
+    optimizers = _listed(optimizer)
+    refuse_model(model, "plan()")
+    refuse_optimizers(model, optimizers or (), "plan()")
+    place = Place(_ranks(ranks, wanted), machine_of(wanted.get("machine", "H100")))
+    return inquiry_for(model, optimizers, wanted, _options(given), given, place)
+
+
+def machine_of(given: str | Machine) -> Machine:
+    """A machine by its name, or as it was given."""
+    if isinstance(given, str):
+        return find_machine(given)
+    if not isinstance(given, Machine):
+        raise OptionError(
+            f"machine={given!r} must be a name of zeroshard.machine.GPUS, or a zeroshard.machine.Machine."
+        )
+    return given
 
 
 def take_asked(given: dict[str, Any]) -> dict[str, Any]:
@@ -155,9 +168,13 @@ def inquiry_for(
     from .trace import Inputs  # fake tensors take a second to import, which `import zeroshard` should not
 
     units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
+    if not isinstance(options.recompute, bool):
+        matching(options.recompute, [unit.name for unit in units if unit.name], "recompute", "units")
     batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
-    per_node = wanted.get("ranks_per_node") or min(place.ranks, place.machine.node)
+    if inputs is not None:
+        _check_step(units, inputs, wanted.get("loss"))
+    per_node = min(place.ranks, wanted.get("ranks_per_node") or place.machine.node)
     if options.node_cache or options.transport == "nodes":
         _check_levels(place, per_node)
         options = replace(options, ranks_per_node=per_node)
@@ -182,6 +199,7 @@ def inquiry_for(
         overlaps=place.overlaps,
         staged=place.staged,
         shared=place.one_memory and "memory_limit_per_node" in wanted,
+        by_node="memory_limit_per_node" in wanted,
         **_choices(options, given, wanted.get("precisions")),
     )
     if inputs is not None:
@@ -192,8 +210,24 @@ def inquiry_for(
         question,
         weights_of(model),
         tuple(rule.name for rule in rules),
-        tuple(_shape_text(t) for t in inputs.tensors) if inputs is not None else (),
+        tuple(shape_text(t) for t in inputs.tensors) if inputs is not None else (),
     )
+
+
+def _check_step(units: Sequence[Block], inputs: Inputs, loss: Any) -> None:
+    """That there is a step to trace."""
+    if inputs.tensors and not any(t.numel() for t in inputs.tensors):
+        raise OptionError(
+            f"batch= holds nothing: its first tensor is of shape {tuple(inputs.tensors[0].shape)}. Give a "
+            "whole micro-batch of one rank."
+        )
+    if loss is not None and not callable(loss):
+        raise OptionError(f"loss={loss!r} must be a function that makes the loss of the model's output.")
+    if not any(weight.trainable for unit in units for weight in unit.weights):
+        raise PlanError(
+            "no parameter of the model is trainable (requires_grad), so there is no backward to trace: leave "
+            "batch= out, and activations are not counted."
+        )
 
 
 def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[str, Any]:
@@ -206,6 +240,8 @@ def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[
     if "recompute" in given:
         made["recomputes"] = (bool(options.recompute),)
     if precisions is not None:
+        if isinstance(precisions, str) or not isinstance(precisions, Sequence) or not precisions:
+            raise OptionError(f'precisions={precisions!r} must be a few to choose among: (None, "bf16").')
         if "precision" in given:
             raise OptionError("pass precision= to say, or precisions= to have one chosen, not both.")
         made["precisions"] = tuple(Options(precision=p).precision for p in precisions)
@@ -268,10 +304,10 @@ def _count(value: Any, what: str) -> int:
     return value
 
 
-def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer] | None:
+def _listed(optimizer: Any) -> list[Optimizer] | None:
     if optimizer is None:
         return None
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
 def _options(given: dict[str, Any]) -> Options:
@@ -282,17 +318,6 @@ def _options(given: dict[str, Any]) -> Options:
                 f"plan() has no option {name!r}.{did_you_mean(name, [*known, 'ranks', *ASKED])}"
             )
     return Options(**given)
-
-
-def weights_of(model: nn.Module) -> dict[str, str]:
-    """What a run must have in common with its plan: every parameter's dtype and shape."""
-    return {
-        name: _shape_text(p) + ("" if p.requires_grad else " frozen") for name, p in model.named_parameters()
-    }
-
-
-def _shape_text(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def tokens(text: str) -> Tensor:
@@ -341,59 +366,9 @@ def trace(
         raise
     except Exception as error:  # the user's code on fake tensors: say that it was that
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
+        given = f"with inputs of shape {shapes}" if shapes else "without tensors among its inputs"
+        why = f"{type(error).__name__}: {error}".rstrip(".")
         raise PlanError(
-            f"a step of {type(model).__name__} with inputs of shape {shapes} cannot be "
-            f"traced: {type(error).__name__}: {error}. Check the batch; code that looks at values cannot run "
-            "on shapes alone: leave batch= out, and activations are not counted."
+            f"a step of {type(model).__name__} {given} cannot be traced: {why}. Check the batch; code that "
+            "looks at values cannot run on shapes alone: leave batch= out, and activations are not counted."
         ) from error
-
-
-def blocks_of(
-    model: nn.Module, optimizers: Sequence[Optimizer] | None, units: tuple[str, ...] | Literal["auto", "none"]
-) -> tuple[Block, ...]:
-    """The model's units as shapes. Without optimizers every trainable parameter gets the first rule."""
-    numbers = {id(p): number for number, p in enumerate(model.parameters())}
-    groups = [group for optimizer in optimizers or () for group in optimizer.param_groups]
-    rule_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    missing = 0 if optimizers is None else -1
-    return tuple(
-        Block(
-            unit.name,
-            tuple(
-                Weight(
-                    t.name,
-                    tuple(t.parameter.shape),
-                    str(t.parameter.dtype).removeprefix("torch."),
-                    t.parameter.requires_grad,
-                    numbers[id(t.parameter)],
-                    rule_of.get(id(t.parameter), missing),
-                )
-                for t in unit.tenants
-            ),
-        )
-        for unit in find_units(model, units)
-    )
-
-
-def rules_of(optimizers: Sequence[Optimizer] | None) -> tuple[Rule, ...]:
-    """A rule for every parameter group. How many moments it keeps is found by a step of the same optimizer
-    on one small matrix."""
-    if optimizers is None:
-        return (Rule(),)
-    return tuple(
-        Rule(type(o).__name__, _moments(o, group), rows_suffice(o), 0 if group.get("fused") else 1)
-        for o in optimizers
-        for group in o.param_groups
-    )
-
-
-def _moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    probe = nn.Parameter(torch.zeros(16, 16))
-    probe.grad = torch.ones(16, 16)
-    options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-    twin = type(optimizer)(
-        [{"params": [probe], **options}], **{k: v for k, v in optimizer.defaults.items() if k == "lr"}
-    )
-    twin.step()
-    kept = [value for value in twin.state[probe].values() if isinstance(value, Tensor) and value.dim() > 0]
-    return -(-sum(t.numel() for t in kept) // probe.numel())

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .config import show_bytes
+from .config import show_apart, show_bytes
 from .errors import PlanError
 
 Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging", "disk"]
@@ -35,18 +35,20 @@ class Ledger:
     def __init__(self) -> None:
         self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
-        self._caps: list[tuple[tuple[str, ...], float, str]] = []
+        self._caps: list[tuple[tuple[str, ...], int, str, int]] = []
 
-    def cap(self, kinds: Sequence[str], nbytes: float, why: str) -> None:
-        """These kinds together may not take more than so many bytes: a plan's limit."""
-        self._caps.append((tuple(kinds), nbytes, why))
+    def cap(self, kinds: Sequence[str], most: int, what: str, aside: int = 0) -> None:
+        """These kinds together may not take more than so many bytes: a plan's limit, named `what`. `aside`:
+        bytes of them that do not pass this ledger, or are still to come."""
+        self._caps.append((tuple(kinds), most, what, aside))
 
     def book(self, kind: Kind, nbytes: int) -> None:
-        for kinds, most, why in self._caps:
-            after = sum(self.live[k] for k in kinds) + nbytes
+        for kinds, most, what, aside in self._caps:
+            after = sum(self.live[k] for k in kinds) + aside + nbytes
             if kind in kinds and nbytes > 0 and after > most:
+                would, has = show_apart(after, most)
                 raise PlanError(
-                    f"{show_bytes(nbytes)} more of {kind} would make {show_bytes(after)}, and {why}. "
+                    f"{show_bytes(nbytes)} more of {kind} would make {would}, and {what} is {has}. "
                     "Nothing was allocated for them."
                 )
         self.live[kind] += nbytes

@@ -18,13 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import errors
+from .blueprint import rules_of, weights_of
 from .comm import Transport
-from .config import Options, show_bytes
+from .config import Options, show_apart, show_bytes
 from .errors import OptionError, PlanError, ZeroShardError
 from .machine import machine as find_machine
 from .measure import here, link_between
 from .plan import Plan
-from .planning import Place, PlanKeys, check_nodes, inquiry_for, rules_of, take_asked, weights_of
+from .planning import Place, PlanKeys, check_nodes, inquiry_for, machine_of, take_asked
 from .pool import Ledger
 from .stats import Stats
 
@@ -101,7 +102,7 @@ def _agreed(
     asked = dict(wish.asked)
     check_nodes(transport.size, asked)
     given = asked.get("machine")
-    found = find_machine(given) if isinstance(given, str) else given
+    found = None if given is None else machine_of(given)
     if found is None:
         found = link_between(transport, here(transport.device) if transport.rank == 0 else find_machine())
     told: Any = None
@@ -164,29 +165,27 @@ class Promise:
         """The ledger's limits. `more`: bytes by kind that are still to come, or do not pass the ledger."""
         plan, more = self.plan, more or {}
         tiers: list[tuple[tuple[str, ...], int, str]]
-        tiers = [((*ON_DEVICE, *ON_HOST) if plan.shared else ON_DEVICE, plan.limit, "the limit is")]
+        tiers = [((*ON_DEVICE, *ON_HOST) if plan.shared else ON_DEVICE, plan.limit, "the limit")]
         if plan.host_limit is not None:
-            tiers.append((ON_HOST, plan.host_limit // plan.ranks_per_node, "a rank's share of host_limit is"))
+            tiers.append((ON_HOST, plan.host_limit // plan.ranks_per_node, "a rank's share of host_limit"))
         if plan.disk_limit is not None:
             share = plan.disk_limit // plan.ranks_per_node
-            tiers.append((("disk",), share, "a rank's share of disk_limit is"))
+            tiers.append((("disk",), share, "a rank's share of disk_limit"))
         for kinds, most, what in tiers:
-            rest = most - sum(more.get(kind, 0) for kind in kinds)
-            ledger.cap(kinds, rest, f"{what} {show_bytes(most)}")
+            ledger.cap(kinds, most, what, sum(more.get(kind, 0) for kind in kinds))
 
     def _hold_allocator(self, model: nn.Module) -> None:
         device, limit = self._device, self.plan.limit
         total = torch.cuda.get_device_properties(device).total_memory
         if limit > total:
-            raise PlanError(
-                f"limit={show_bytes(limit)}, and {device} has {show_bytes(total)}: plan for less."
-            )
+            asked, has = show_apart(limit, total)
+            raise PlanError(f"limit={asked}, and {device} has {has}: plan for less.")
         own = sum(p.nbytes for p in model.parameters() if p.device.type == "cuda")
         if own > limit:
+            takes, has = show_apart(own, limit)
             raise PlanError(
-                f"the model itself takes {show_bytes(own)} of {device}, and the limit is "
-                f"{show_bytes(limit)}. Build it on the meta device, with torch.device('meta'): shard() then "
-                "fills it unit by unit."
+                f"the model itself takes {takes} of {device}, and the limit is {has}. Build it on the meta "
+                "device, with torch.device('meta'): shard() then fills it unit by unit."
             )
         read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         self._before = float(read(device)) if read is not None else 1.0
@@ -210,7 +209,7 @@ class Promise:
             now = stats.peak | self._of_allocator(stats)
         now["activations"] = now.get("activations", 0) + size  # lasting tensors are refused by the ledger
         kinds = [
-            f"{kind} {show_bytes(planned)}, and with these there would be {show_bytes(now[kind])}"
+            "{} {}, and with these there would be {}".format(kind, *show_apart(planned, now[kind]))
             for kind, planned in self.planned.items()
             if now.get(kind, 0) > planned and kind != "device"
         ]
@@ -280,8 +279,7 @@ class Promise:
                     "rank %d drifts over its plan: %s take %s, planned were %s%s",
                     self._rank,
                     kind,
-                    show_bytes(actual),
-                    show_bytes(planned),
+                    *show_apart(actual, planned),
                     _CAUSES.get(kind, ""),
                 )
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .balance import heaviest
+from .blueprint import blocks_of, rules_of
 from .comm import Transport
 from .config import Offload, Options
 from .memory import Setup
 from .placement import Placement
-from .planning import blocks_of, rules_of
 from .promise import Promise
 from .units import find_units
 

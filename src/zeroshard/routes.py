@@ -37,6 +37,11 @@ def routes_of(value: Any, what: str = "compress") -> Routes:
     for _, codec in pairs:
         if codec is not None:
             codec.settings()  # raises for a codec that ranks could not compare
+        if isinstance(codec, Codec) and not isinstance(size := codec.wire_bytes(999), int):
+            raise OptionError(
+                f"{what}: wire_bytes(999) of {codec!r} is {size!r}: return a whole number, such as "
+                "(numel + 1) // 2."
+            )
     return tuple((str(pattern), codec) for pattern, codec in pairs)
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .choice import choose, fitting
-from .errors import OptionError
+from .choice import choose, fitting, refusal
+from .errors import OptionError, PlanError
 from .plan import Plan
-from .planner import Question
+from .planner import Question, all_candidates
 from .planning import Inquiry, PlanKeys, inquire, tokens
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -106,7 +106,7 @@ def fewest_ranks(
     low, high = 0, 1
     while not fitting(at(high)):
         if high >= most:
-            choose(at(high))  # raises, with the reasons
+            raise PlanError(f"on up to {most:,} ranks {refusal(at(high), tuple(all_candidates(at(high))))}")
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2

@@ -61,10 +61,9 @@ class HeldRows:
             for part in parts_of(pack, r)
             if part.numel and not (r == rank and part.slot in stays)
         ]
-        ones = torch.ones(len(pack.slots), dtype=values.dtype)
         self._to = [view for _, view in sent] + list(flags)
         self._of = [part.slot for part, _ in sent]
-        self._ones = [ones] * len(flags)
+        self._ones = [torch.ones(flag.shape, dtype=values.dtype) for flag in flags]
         shifts = [part.first * width for part, _ in sent] + [0] * len(flags)
         self._moves = Moves(self._to, self._to, shifts=shifts, past=True)
         self._spans = list(_spans(self._own, pack.pieces[rank]))

@@ -20,16 +20,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..comm import Region, Transport, Work
+from ..comm import Region, Targets, Transport, Work, in_wire
 from ..guard import Guarded
-from ..layout import FlatPack, Pack
+from ..layout import ByRank, FlatPack, Pack, Slot
 from ..native import Moves
 from ..pool import Ledger
 from ..private import Private
@@ -85,15 +84,14 @@ class Bucket(Guarded):
         self.wire_dtype, self.dtype = dtypes
         self.waiting = len(self.params)
         self.flat = isinstance(pack, FlatPack)
-        self._shares = 1 if self.flat else pack.world
         self._targets: list[list[Tensor]] = []
         self._held: HeldRows | None = None
         self._holding: HeldRows | None = None
         self.landed: Tensor | None = None
         self.whole: Tensor | None = None
         self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each reduced piece
-        self.back: list[list[Tensor]] = []  # stage 0: per rank, where its reduced piece goes in `whole`
-        self.cuts: list[list[tuple[int, int]]] = []  # stage 0: per rank, where that is fetched from
+        self.back: Sequence[list[Tensor]] = []  # stage 0: per rank, where its reduced piece goes in `whole`
+        self.cuts: Sequence[list[tuple[int, int]]] = []  # stage 0: per rank, where that is fetched from
         self.grads: list[Tensor] = []  # per parameter, what home.grad shows
 
     @property
@@ -102,46 +100,50 @@ class Bucket(Guarded):
 
     def _lay_out(self) -> None:
         """Views of where gradients go, made when the first arrive."""
-        pack = self.pack
+        pack, values, count = self.pack, self.values, len(self.params)
+        # [Note: by bands] One strided view for all ranks of a band: a view for each would be most of what a
+        # rank of a thousand keeps in host memory.
+        bands = () if self.flat else pack.bands
+        self._bands = [(band, in_wire(values, pack, band)) for band in bands]
         self._targets = self._make_targets()
-        at = [pack.full] if self.flat else [start + pack.body(r) for r, start in enumerate(pack.starts)]
-        self._flags = [self.values[start : start + len(self.params)] for start in at]
-        self._ones = torch.ones(len(self.params), dtype=self.values.dtype, device=self.values.device)
+        self._flags = [values[pack.full : pack.full + count]] if self.flat else []
+        self._flags += [rows[..., pack.body(band.start) :][..., :count] for band, rows in self._bands]
+        ones = torch.ones(count, dtype=values.dtype, device=values.device)
+        self._all_flags = [ones.expand(view.shape) for view in self._flags]
         # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
         # takes its gradient.
         self._equal: list[Tensor] | None = None
-        if all(len(views) == 1 for views in self._targets):
+        copied = pack.world > 1 and any(slot.split == "copy" for slot in pack.slots)
+        if self.flat or (len(self._bands) == 1 and not copied):
             self._equal = [views[0] for views in self._targets] + self._flags
             self._moves = Moves(self._equal, self._equal, self.params[0].leaf.device)
-            self._all_flags = [self._ones] * len(self._flags)
-            if self.transport.adds_here and self.values is self.wire.mine:
-                self._held = HeldRows(pack, self.transport.rank, self.values, self._flags)
+            if values.device.type == "cpu":
+                self._all_flags = [flags.contiguous() for flags in self._all_flags]
+            if self.transport.adds_here and values is self.wire.mine:
+                self._held = HeldRows(pack, self.transport.rank, values, self._flags)
 
     def _make_targets(self) -> list[list[Tensor]]:
-        """Where each parameter goes in the wire: one strided view if all ranks have equal shares, else one
-        view per rank."""
+        """Where each parameter goes in the wire: one view for each band, with a row for each of its ranks."""
         if self.flat:
             spans = zip(self.pack.full_offsets, self.pack.slots, strict=True)
             return [[self.values[at : at + slot.numel].view(1, -1)] for at, slot in spans]
-        world, result = self.pack.world, []
-        offsets = [
-            [start + at for at in self.pack.offsets(rank)] for rank, start in enumerate(self.pack.starts)
-        ]
-        for index, slot in enumerate(self.pack.slots):
-            at = [offsets[rank][index] for rank in range(world)]
-            held = [slot.held(rank) for rank in range(world)]
-            steps = {after - before for before, after in pairwise(at)}
-            if slot.split == "rows" and len(set(held)) == 1 and len(steps) == 1:
-                result.append([self.values.as_strided((world, held[0]), (steps.pop(), 1), at[0])])
-            else:
-                result.append([self.values[start : start + n] for start, n in zip(at, held, strict=True)])
+        result: list[list[Tensor]] = [[] for _ in self.pack.slots]
+        for band, rows in self._bands:
+            places = zip(self.pack.offsets(band.start), band.held, strict=True)
+            for views, (at, n) in zip(result, places, strict=True):
+                views.append(rows[..., at : at + n])
         return result
 
     def _sources(self, index: int, grad: Tensor) -> list[Tensor]:
+        """What goes to those views."""
         slot, flat = self.pack.slots[index], grad.reshape(-1)
-        if len(self._targets[index]) == 1:
-            return [flat.view(self._shares, -1)]
-        return [flat[slot.rows(r)[0] * slot.row : slot.rows(r)[1] * slot.row] for r in range(self.pack.world)]
+        if self.flat:
+            return [flat.view(1, -1)]
+        if slot.split == "copy":
+            return [flat.expand_as(view) for view in self._targets[index]]
+        starts = [slot.rows(band.start)[0] * slot.row for band, _ in self._bands]
+        views = zip(self._targets[index], starts, strict=True)
+        return [flat[at : at + view.numel()].view(view.shape) for view, at in views]
 
     @torch.no_grad()
     def fill(self, hold: bool = False) -> None:
@@ -163,9 +165,9 @@ class Bucket(Guarded):
             else:
                 self._moves.run(self._equal, whole + self._all_flags, "source")
         else:
-            flags = torch.tensor(self.used, dtype=self._ones.dtype, device=self._ones.device)
+            flags = torch.tensor(self.used, dtype=self.values.dtype, device=self.values.device)
             into, out_of = self._uneven_pairs(grads)
-            torch._foreach_copy_(into + self._flags, out_of + [flags] * len(self._flags))
+            torch._foreach_copy_(into + self._flags, out_of + [flags.expand_as(f) for f in self._flags])
         for leaf in self._leaves:
             leaf.grad = None
 
@@ -277,9 +279,10 @@ class Bucket(Guarded):
             self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
             ledger.book("gradients", self.whole.nbytes)
         self.grads = self.views_in(self.whole)
-        spans = list(zip(pack.starts, pack.pieces, strict=True))
-        self.back = [[self.whole[at : at + n]] for at, n in spans]
-        if in_place:
-            self.back[self.transport.rank] = []
-        fetched = zip(self.reduced_at, pack.pieces, strict=True)
-        self.cuts = [[(at, n)] for at, n in fetched]
+        pieces = Pack((Slot(f"bucket {self.index}", (pack.wire,), pack.world),), pack.world)
+        self.back = Targets(pieces, self.whole, self.transport.rank if in_place else None)
+        self.cuts = ByRank(pack.world, partial(_cut_of, self.reduced_at, pack.pieces))
+
+
+def _cut_of(starts: Sequence[int], pieces: Sequence[int], rank: int) -> list[tuple[int, int]]:
+    return [(starts[rank], pieces[rank])]

@@ -15,7 +15,7 @@ from zeroshard.checkpoint.manifest import Entry
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
 from zeroshard.checkpoint.wording import os_error
-from zeroshard.config import show_bytes
+from zeroshard.config import show_apart
 from zeroshard.errors import CheckpointError
 
 SHARD = 5_000_000_000  # bytes: what Hugging Face libraries cut at
@@ -59,7 +59,7 @@ def export(
         try:
             total = sum(_bytes(entry, dtype) for entry in entries)
             if (free := disk.free_bytes(ticket.staging)) < total:
-                room = f"{show_bytes(total)} are needed and {show_bytes(free)} are free"
+                room = "{} are needed and {} are free".format(*show_apart(total, free))
                 raise CheckpointError(f"the disk has no room to export to {target}: {room}.")
             names = _write_all(reader, shards, dtype, ticket.staging, progress)
             ticket.commit()

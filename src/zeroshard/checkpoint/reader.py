@@ -18,7 +18,7 @@ from zeroshard.checkpoint.records import CHUNK
 from zeroshard.checkpoint.shelf import tensors_of
 from zeroshard.checkpoint.tensorfile import open_regular, parse_header, read_header_bytes
 from zeroshard.checkpoint.wording import quoted
-from zeroshard.config import show_bytes
+from zeroshard.config import show_apart
 from zeroshard.errors import CheckpointError
 from zeroshard.native import crc32
 
@@ -214,7 +214,7 @@ def _room(count: int, entry: Entry) -> torch.Tensor:
 def _check_memory(count: int, entry: Entry) -> None:
     """What a file claims must not be what we allocate, unless the machine has it."""
     if count > (free := _free_memory()):
-        sizes = f"{show_bytes(count)} are needed and {show_bytes(free)} are free"
+        sizes = "{} are needed and {} are free".format(*show_apart(count, free))
         raise CheckpointError(f"{quoted(entry.name)} ({entry.kind}) does not fit into memory: {sizes}.")
 
 

@@ -38,7 +38,7 @@ from zeroshard.checkpoint.tensorfile import TensorFileWriter
 from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.values import joined, pack
 from zeroshard.checkpoint.wording import quoted
-from zeroshard.config import show_bytes
+from zeroshard.config import show_apart
 from zeroshard.errors import CheckpointError
 
 _VISIBLE = 5.0  # seconds
@@ -91,9 +91,9 @@ class Job:
         copy: bool = False,
         drawn: Drawn | None = None,
     ) -> None:
-        if keep is not None and keep < 1:
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise CheckpointError(
-                f"keep={keep} would remove the checkpoint just saved; pass 1 or more, or None for all."
+                f"keep={keep!r} would remove the checkpoint just saved; pass 1 or more, or None for all."
             )
         self.target = Path(os.path.abspath(path))
         self.peers = peers
@@ -186,8 +186,9 @@ class Job:
         need = sum(height(tensor.shape) * row_bytes(tensor.shape, tensor.dtype) for tensor in tensors)
         free = disk.free_bytes(self._ticket.staging)
         if free < need:
+            needs, has = show_apart(need, free)
             raise CheckpointError(
-                f"saving to {self.target} needs {show_bytes(need)} and {show_bytes(free)} are free there. "
+                f"saving to {self.target} needs {needs} and {has} are free there. "
                 "Free space, save elsewhere, or pass keep= to remove old checkpoints."
             )
         return self._ticket.token

@@ -23,6 +23,8 @@ Config = Mapping[str, Any]
 def build(config: Config, where: str) -> nn.Module:
     """The model of a config. `where` names the file for errors."""
     kind = config.get("model_type")
+    if kind is None:
+        raise OptionError(f"{where} has no entry 'model_type': it is not a config of a model.")
     family = _FAMILIES.get(str(kind))
     if family is None:
         raise OptionError(
@@ -35,6 +37,9 @@ def build(config: Config, where: str) -> nn.Module:
         return make({**defaults, **{key: value for key, value in config.items() if value is not None}})
     except KeyError as error:
         raise OptionError(f"{where} has no entry {error.args[0]!r}, which a {kind} needs.") from error
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}".rstrip(".")
+        raise OptionError(f"no {kind} can be built from the entries of {where}: {why}.") from error
 
 
 # ---------------------------------------------------------------------- parts

@@ -67,6 +67,14 @@ def _called(text: str) -> Callable[[Mapping[str, Any]], Any]:
         module = _module(place)
     except (ImportError, OSError) as error:
         raise OptionError(f"SPEC {text!r} cannot be loaded: {error}.") from error
+    except SystemExit as error:
+        raise OptionError(
+            f"SPEC {text!r} cannot be loaded: {place} ends the process. Let what is not to run here stand "
+            'under if __name__ == "__main__".'
+        ) from error
+    except Exception as error:  # the user's code: say that it was that
+        why = f"{type(error).__name__}: {error}".rstrip(".")
+        raise OptionError(f"SPEC {text!r} cannot be loaded: {place} raised {why}.") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise OptionError(f"SPEC {text!r}: {place} has no function {name!r}.{_offered(module)}")

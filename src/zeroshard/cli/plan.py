@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import OptionError, PlanError
@@ -32,6 +33,20 @@ if TYPE_CHECKING:
     from zeroshard.cli._spec import Spec
     from zeroshard.machine import Machine
     from zeroshard.plan import Plan
+
+
+# Keyword arguments of `zs.plan` that the command line has under another name.
+_WORDS = {
+    "limit": "--device",
+    "host_limit": "--host",
+    "disk_limit": "--disk",
+    "disk_path": "--disk-path",
+    "memory_limit_per_node": "--memory-limit-per-node",
+    "ranks_per_node": "--ranks-per-node",
+    "micro_batches": "--micro-batches",
+    "clip_norm": "--clip-norm",
+    "machine": "--gpu",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +84,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the plan."""
+    try:
+        return _planned(arguments)
+    except (OptionError, PlanError) as error:
+        if str(error).startswith(arguments.spec):  # about the user's own function and its arguments
+            raise
+        raise type(error)(_as_typed(str(error))) from error
+
+
+def _planned(arguments: argparse.Namespace) -> int:
     from zeroshard.cli._spec import Spec, values_of
     from zeroshard.planning import inquire
 
@@ -80,16 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
     model, batch = spec.build(values)
     asked.setdefault("batch", batch)
     inquiry = inquire(model, **asked)
-    try:
-        made = inquiry.plan()
-    except PlanError as error:
-        raise PlanError(_as_typed(str(error))) from error
+    made = inquiry.plan()
     if arguments.html:
         _write(arguments.html, made, inquiry, notes)
     if arguments.json:
         print(made.to_json())
         return 0
-    made.show()
+    replace(made, reasons=tuple(map(_as_typed, made.reasons))).show()
     for note in notes:
         print(note)
     if arguments.html:
@@ -99,8 +120,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _as_typed(text: str) -> str:
     """What a refusal advises, in the words of the command line."""
-    for keyword, word in (("limit", "--device"), ("host_limit", "--host"), ("disk_limit", "--disk")):
-        text = re.sub(rf'pass {keyword}="([^"]+)"', rf"pass {word} \1", text)
     for keyword, word in (
         ("allow recompute=True", "drop --recompute no"),
         ("allow stage=3", "drop --stage"),
@@ -108,6 +127,11 @@ def _as_typed(text: str) -> str:
         ('allow precision="bf16"', "pass --precision bf16"),
     ):
         text = text.replace(keyword, word)
+    for keyword in ("ranks", "nodes", "batch", "precision", "stage", "network", *_WORDS):
+        word = _WORDS.get(keyword, f"--{keyword}")
+        text = re.sub(rf'\b{keyword}="([^"]*)"', rf"{word} \1", text)
+        text = re.sub(rf"\b{keyword}=(?=[^\s,.;:)])", f"{word} ", text)
+        text = re.sub(rf"\b{keyword}=(?=[\s,.;:)]|$)", word, text)
     return text
 
 
@@ -148,6 +172,7 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
     """The machine, and the limit: its whole memory where a GPU is named."""
+    from zeroshard.config import did_you_mean
     from zeroshard.machine import GPUS, machine
 
     try:
@@ -156,6 +181,11 @@ def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
         network = arguments.network
     device = arguments.device
     named = device is not None and device.upper() in GPUS
+    if device is not None and not named and not device.strip()[:1].isdigit():
+        raise OptionError(
+            f"--device {device} is neither a size such as 80GiB nor a GPU of the table."
+            f"{did_you_mean(device.upper(), GPUS)} Known: {', '.join(GPUS)}."
+        )
     per_node = arguments.ranks_per_node or 8
     found = machine(device if named else arguments.gpu, network, node=per_node)
     return found, found.memory if named else device
@@ -172,6 +202,7 @@ def _searched(
         name, low, high = _varied(arguments.vary)
         given = {key: value for key, value in asked.items() if key != "batch"}
         batch = asked.get("batch") or spec.build(values | {name: low})[1]
+        _check_varies(spec, values, name, low, high)
         found = search.largest_model(
             lambda size: spec.build(values | {name: size})[0], low=low, high=high, batch=batch, **given
         )
@@ -185,6 +216,16 @@ def _searched(
     most = asked.pop("ranks", search.MOST_RANKS)
     found = search.fewest_ranks(model, most=most, **asked)
     return found, asked | {"ranks": found.value}
+
+
+def _check_varies(spec: Spec, values: dict[str, Any], name: str, low: int, high: int) -> None:
+    """A misspelt entry of a config would change nothing, and fit at any value."""
+    sizes = [sum(p.numel() for p in spec.build(values | {name: n})[0].parameters()) for n in {low, high}]
+    if len(sizes) == 2 and sizes[0] == sizes[1]:
+        raise OptionError(
+            f"--vary {name}: the model has {sizes[0]:,} parameters at {low:,} as at {high:,}, so there is no "
+            "largest one. Check the name."
+        )
 
 
 def _varied(text: str | None) -> tuple[str, int, int]:

@@ -7,6 +7,7 @@ from .nccl import NcclTransport
 from .nodes import NodesTransport
 from .shm import ShmTransport
 from .sums import Span, sum_spans
+from .targets import Targets, in_wire
 from .transport import Counters, Region, Transport, Work
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "Region",
     "ShmTransport",
     "Span",
+    "Targets",
     "Transport",
     "Work",
     "connect",
+    "in_wire",
     "sum_spans",
 ]

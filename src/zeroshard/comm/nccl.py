@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from . import failure
 from .gloo import GlooTransport
+from .targets import Targets, totals_of
 from .transport import HEAD, Cuts, Land, Region, Spans, Transport, Work, parts_of, slices
 from .watch import LONG, Watch
 
@@ -177,7 +178,7 @@ class NcclTransport(Transport):
     def gather(
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
-        totals = [sum(numel for _, numel in segments) for segments in cuts]
+        totals = totals_of(cuts, out)
         each = max(totals)
         with self._on_stream():
             if each:
@@ -202,10 +203,14 @@ class NcclTransport(Transport):
     ) -> None:
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
-        for rank, tensors in enumerate(out):
-            if len(tensors) > 0:
-                targets += tensors
-                parts += slices(landing[rank * each : (rank + 1) * each], [numel for _, numel in cuts[rank]])
+        if isinstance(out, Targets):
+            targets, parts = out.pairs(landing, each)
+        else:
+            for rank, tensors in enumerate(out):
+                if len(tensors) > 0:
+                    lengths = [numel for _, numel in cuts[rank]]
+                    targets += tensors
+                    parts += slices(landing[rank * each : (rank + 1) * each], lengths)
         if targets:
             shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
             with torch.no_grad():

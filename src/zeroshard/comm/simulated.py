@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from .local import LocalTransport
+from .targets import Targets, totals_of
 from .transport import Cuts, Done, Land, Region, Spans, Work, slices
 
 __all__ = ["SimulatedTransport"]
@@ -75,16 +76,19 @@ class SimulatedTransport(LocalTransport):
     def gather(
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
-        totals = [sum(numel for _, numel in segments) for segments in cuts]
+        totals = totals_of(cuts, out)
         stage = self._stage(source.mine.dtype, max(totals) * (self.size + 1))
         mine = slices(stage, [numel for _, numel in cuts[self.rank]])
         torch._foreach_copy_(mine, [source.mine[at : at + numel] for at, numel in cuts[self.rank]])
-        for index, own in enumerate(mine):
-            targets = [tensors[index] for tensors in out if len(tensors) > 0]
-            sources = [own[: target.numel()].view(target.shape) for target in targets if _enough(own, target)]
-            fed = [target for target in targets if _enough(own, target)]
-            if fed:
-                torch._foreach_copy_(fed, sources)
+        if isinstance(out, Targets):
+            pairs = [(mine[slot], to) for _, strides in out.bands for slot, to in strides]
+        else:
+            flat = [[tensor.view(-1) for tensor in tensors] for tensors in out if len(tensors) > 0]
+            pairs = [pair for tensors in flat for pair in zip(mine, tensors, strict=True)]
+        # A rank that holds fewer rows than another has not all that this one would send.
+        fed = [(own[: to.shape[-1]].expand_as(to), to) for own, to in pairs if own.numel() >= to.shape[-1]]
+        if fed:
+            torch._foreach_copy_([to for _, to in fed], [own for own, _ in fed])
         self._count_gather(kind, totals, source.mine.element_size())
         return Done()
 
@@ -96,8 +100,3 @@ class SimulatedTransport(LocalTransport):
 
     def close(self) -> None:
         self._stages.clear()
-
-
-def _enough(own: torch.Tensor, target: torch.Tensor) -> bool:
-    """A rank that holds fewer rows than another has not all that this one would send."""
-    return own.numel() >= target.numel()

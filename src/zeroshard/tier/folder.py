@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from ..config import show_bytes
+from ..config import show_apart, show_bytes
 from ..errors import TierError
 
 RAM_DISKS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
@@ -35,9 +35,10 @@ def check_folder(path: str, nbytes: int) -> None:
 
 
 def full(path: str, nbytes: int, free: int) -> TierError:
+    needs, has = show_apart(nbytes, free)
     return TierError(
-        f"optimizer state on the disk needs {show_bytes(nbytes)} ({nbytes} bytes) a rank, and {path} has "
-        f"{show_bytes(free)} free: make room there, pass path= of another disk, or keep more on the host "
+        f"optimizer state on the disk needs {needs} ({nbytes} bytes) a rank, and {path} has "
+        f"{has} free: make room there, pass path= of another disk, or keep more on the host "
         '(optimizer="auto" with host_bytes=).'
     )
 

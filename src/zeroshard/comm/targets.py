@@ -1,0 +1,93 @@
+"""Where a gather puts what every rank has of some tensors: in one buffer that holds them whole.
+
+A view for each rank and tensor is what transports ask for that copy rank by rank. With a thousand ranks those
+would be most of what a process keeps in host memory, so transports that bring the pieces of all ranks at once
+copy by bands: one view for each tensor, with a row for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zeroshard.layout import Band, ByRank, Pack
+
+from .transport import Cuts
+
+__all__ = ["Targets", "in_wire", "totals_of"]
+
+
+class Stride(NamedTuple):
+    """Rows that a band of ranks has of slot number `slot`: `to` has a row for each rank, or one dimension
+    where only one rank's are taken."""
+
+    slot: int
+    to: Tensor
+
+
+class Targets(ByRank[list[Tensor]]):
+    """`out` of a gather: by rank, flat views of its rows of every slot; and the same by bands. `own`: a rank
+    whose rows are in place already."""
+
+    def __init__(self, pack: Pack, buffer: Tensor, own: int | None = None) -> None:
+        super().__init__(pack.world, partial(_of_rank, pack, buffer, own))
+        self.pack, self._buffer, self._own = pack, buffer, own
+
+    @cached_property
+    def bands(self) -> list[tuple[Band, list[Stride]]]:
+        """What the ranks of each band have, left out what is empty. Of copies the first rank's is taken."""
+        apart = () if self._own is None else (self._own,)
+        return [
+            (band, self._strides(band))
+            for band in self.pack.bands_around(apart)
+            if band.start != self._own and any(band.held)
+        ]
+
+    def _strides(self, band: Band) -> list[Stride]:
+        found = []
+        cut = zip(self.pack.slots, self.pack.cut_of_full(band.start), strict=True)
+        for index, (slot, (at, n)) in enumerate(cut):
+            ranks = 1 if slot.split == "copy" else len(band)
+            if n:
+                rows = self._buffer[at : at + ranks * n]
+                found.append(Stride(index, rows if ranks == 1 else rows.view(ranks, n)))
+        return found
+
+    def pairs(self, pieces: Tensor, each: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Targets, and what goes there out of the pieces of all ranks. These are laid out as the pack's wire;
+        or they begin every `each` elements and have no padding between slots."""
+        to: list[Tensor] = []
+        of: list[Tensor] = []
+        for band, strides in self.bands:
+            if each is None:
+                rows, offsets = in_wire(pieces, self.pack, band), self.pack.offsets(band.start)
+            else:
+                rows = pieces[band.start * each : band.stop * each].view(-1, each)
+                offsets = [0, *accumulate(band.held)]
+            for slot, target in strides:
+                found = rows[..., offsets[slot] : offsets[slot] + band.held[slot]]
+                to.append(target)
+                of.append(found if target.dim() == found.dim() else found[0])
+        return to, of
+
+
+def _of_rank(pack: Pack, buffer: Tensor, own: int | None, rank: int) -> list[Tensor]:
+    return [] if rank == own else [buffer[at : at + n] for at, n in pack.cut_of_full(rank)]
+
+
+def in_wire(wire: Tensor, pack: Pack, band: Band) -> Tensor:
+    """The pieces of a band's ranks in a wire: a row for each of them, or one dimension for one rank's."""
+    start, step = pack.starts[band.start], pack.pieces[band.start]
+    pieces = wire[start : start + len(band) * step]
+    return pieces if len(band) == 1 else pieces.view(-1, step)
+
+
+def totals_of(cuts: Cuts, out: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Elements that each rank sends in a gather."""
+    if isinstance(out, Targets):
+        return [total for band in out.pack.bands for total in [sum(band.held)] * len(band)]
+    return [sum(numel for _, numel in segments) for segments in cuts]
