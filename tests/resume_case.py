@@ -99,7 +99,7 @@ MATRIX: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "1-bit": (
         GPT, {"stage": 1, "compress": zs.OneBit(warmup_steps=4, warmup=zs.Int4(), residual="bfloat16")}
     ),
-    "changes": (GPT, {"stage": 3, "gather": zs.Delta()}),
+    "changes": (GPT, {"stage": 3, "gather": zs.Delta(zs.Int4(block=32, feedback=False, stochastic=True))}),
     "low rank and rows": (GPT, {"stage": 2, "compress": {"tokens.*": zs.Rows(), "*": zs.LowRank(rank=2)}}),
     "int8 with feedback, host": (
         GPT, {**BELOW, "stage": 2, "compress": zs.Int8(feedback=True), "offload": host()}

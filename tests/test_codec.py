@@ -34,6 +34,7 @@ from zeroshard.codec import (
 )
 from zeroshard.coding import sizes_of
 from zeroshard.errors import OptionError
+from zeroshard.routes import routes_of
 
 ALL: list[Codec] = [
     Cast("bfloat16"),
@@ -381,6 +382,20 @@ def test_a_codec_without_fields_known_is_refused() -> None:
 
     with pytest.raises(OptionError, match="codec Bare is no dataclass"):
         Bare().settings()
+
+
+@pytest.mark.parametrize("numerics", [None, "lossless"])
+def test_a_codec_must_say_what_it_does_to_the_numbers(numerics: str | None) -> None:
+    """What is unknown would count as exact."""
+    mute = dataclass(frozen=True)(type("Mute", (Signs,), {"numerics": numerics}))
+    with pytest.raises(OptionError, match=r"Mute has numerics=.* one of 'exact', 'rounding', 'approximate'"):
+        mute().settings()
+
+
+def test_a_codec_must_take_whole_bytes() -> None:
+    parts = dataclass(frozen=True)(type("Fractions", (Signs,), {"wire_bytes": lambda _, numel: numel / 2}))
+    with pytest.raises(OptionError, match=r"compress: wire_bytes\(999\) .* is 499.5: return a whole number"):
+        routes_of(parts())
 
 
 def test_wrong_tensors() -> None:

@@ -223,6 +223,12 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], text: str) -> N
         Options(**options)
 
 
+def test_patterns_must_decide_about_something_on_one_rank_too() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(OptionError, match='pattern "norm" matches no trainable parameter'):
+        zs.shard(model, torch.optim.SGD(model.parameters()), compress={"norm": None, "*": zs.Int8()})
+
+
 def test_patterns_must_decide_about_something() -> None:
     names = ["tokens.weight", "head.weight"]
     check_patterns(routes_of({"tokens*": zs.Rows(), "*": zs.Int8()}), names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.layout import aligned
 from zeroshard.memory import Setup, buffers_of
 from zeroshard.testing import ranks
+from zeroshard.tier import arena, pinned
 
 Options = dict[str, Any]
 
@@ -167,6 +169,29 @@ def test_8_bit_moments_on_two_ranks(stage: int) -> None:
     told = ranks(2).run(offloaded, case, {"stage": stage, "offload": offload})
     want = plain(case, 2)
     check_near(told[0], want)
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_what_was_in_the_staging_memory_before_does_not_matter(
+    moments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding shares a scale with the elements of its block, and decay adds its weight to its gradient."""
+
+    def trained_over(byte: int) -> dict[str, Tensor]:
+        monkeypatch.setattr(arena, "pinned", lambda nbytes, device: pinned(nbytes, device).fill_(byte))
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=0.1)
+        offload = zs.Offload(master="split", moments=moments, stage_bytes=4096, threads=1)
+        run = zs.shard(model, optimizer, precision="bf16", offload=offload, clip_norm=math.inf)
+        for step in range(2):
+            model(batch(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run.close()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    got, want = trained_over(255), trained_over(0)  # every float of 255s is NaN
+    assert furthest(got, want)[0] == 0.0
 
 
 class Thin(nn.Module):

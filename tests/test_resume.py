@@ -160,3 +160,13 @@ def test_another_stage_tier_or_precision_gets_the_same_numbers(
     half = changed(tmp_path, GPT, (2, before), (2, after))
     wanted = uninterrupted(2, GPT, **before).losses[case.HALF :]
     assert half.losses == pytest.approx(wanted, rel=1e-2 if "precision" in before | after else 1e-5)
+
+
+def test_moments_that_a_codec_froze_stay_behind_where_none_does(tmp_path: Path) -> None:
+    """The host's update, which no codec freezes, goes on from all the rest."""
+    coded = {"stage": 2, "compress": zs.TopK(0.1, warmup_steps=2, freeze=True)}
+    saved = ranks(2).run(case.first, tmp_path / "four", case.MLP, coded, False, 4)[0]
+    half = ranks(2).run(case.second, tmp_path / "four", case.MLP, {**HOST, "stage": 3}, True, None, 4)[0]
+    frozen = {key for key in saved.held if key.endswith("_kept")}
+    assert frozen
+    assert_same_bits(half.held, {key: value for key, value in saved.held.items() if key not in frozen})

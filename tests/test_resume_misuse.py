@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 
 import zeroshard as zs
-from zeroshard.checkpoint import PendingSave
+from zeroshard.checkpoint import PendingSave, import_weights
 from zeroshard.testing import ranks
 
 
@@ -173,6 +173,95 @@ def test_hyperparameters_and_schedulers_come_back(tmp_path: Path) -> None:
     step(model, optimizer)
     later.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0001)
+    run.close()
+
+
+def test_a_scheduler_inside_another_comes_back_whole(tmp_path: Path) -> None:
+    """It begins with its first step when its turn comes, and asks its counter for its milestones."""
+    rates = []
+    for cut in (False, True):
+        model, optimizer, run = made()
+        parts = [ConstantLR(optimizer, 0.5, 3), MultiStepLR(optimizer, [1, 2])]
+        schedule = SequentialLR(optimizer, parts, [3])
+        if cut:
+            run.load(tmp_path / "two", schedulers=[schedule])
+        for number in range(2 if cut else 0, 6):
+            step(model, optimizer)
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if number == 1:
+                run.save(tmp_path / "two", schedulers=[schedule])
+        run.close()
+    assert rates[6:] == rates[2:6] == pytest.approx([0.01, 0.001, 0.0001, 0.0001])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"extra": [1, 2]}, "extra= takes a dict, .* and this is a list"),
+        (
+            {"schedulers": torch.amp.GradScaler("cpu")},
+            r"takes a list, .* GradScaler: pass schedulers=\[...\]",
+        ),
+        ({"scalers": [3]}, r"scalers=\[...\]: 3 has no state_dict"),
+        ({"keep": "3"}, "keep='3' would remove .* pass 1 or more"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_saved_is_refused(tmp_path: Path, given: dict[str, Any], told: str) -> None:
+    _, _, run = made()
+    with pytest.raises(zs.ZeroShardError, match=told):
+        run.save(tmp_path / "one", **given)
+    assert not list(tmp_path.iterdir())
+    run.close()
+
+
+def test_a_file_is_no_folder_to_resume_from(tmp_path: Path) -> None:
+    _, _, run = made()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(zs.CheckpointError, match="file is no folder: pass the folder that holds the check"):
+        run.resume(tmp_path / "file")
+    run.close()
+
+
+class Tied(nn.Module):
+    """One weight under two names, and one module in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.inner = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.again, self.head = self.inner, nn.Linear(4, 7, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.again(self.inner(self.tokens(tokens)))).square().mean()
+
+
+@pytest.mark.parametrize("dropped", ["", "tokens.weight", "head.weight"])
+def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path, dropped: str) -> None:
+    """State dicts of torch have all of them, safetensors files one of them."""
+    torch.manual_seed(1)
+    given = {name: value for name, value in Tied().state_dict().items() if name != dropped}
+    kept = "head.weight" if dropped == "tokens.weight" else "tokens.weight"
+    torch.save(given, tmp_path / "weights.pt")
+    import_weights(tmp_path / "weights.pt", tmp_path / "imported")
+    model = Tied()
+    run = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
+    run.load(tmp_path / "imported")
+    with run.gathered() as whole:
+        assert torch.equal(whole["tokens.weight"], given[kept])
+        assert torch.equal(whole["inner.weight"], given["again.weight"])
+    run.close()
+
+
+def test_two_values_for_a_tied_weight_are_refused(tmp_path: Path) -> None:
+    given = Tied().state_dict()
+    torch.save(given | {"head.weight": given["head.weight"] + 1}, tmp_path / "weights.pt")
+    import_weights(tmp_path / "weights.pt", tmp_path / "imported")
+    model = Tied()
+    run = zs.shard(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(zs.CheckpointError, match=r"1 of its tensors are not in this run: `head.weight`"):
+        run.load(tmp_path / "imported")
     run.close()
 
 

@@ -93,6 +93,27 @@ def plain() -> list[Shown]:
     return [Shown(model.state_dict()), Shown(optimizer.state_dict())]
 
 
+def shared(stage: int) -> tuple[Tensor, Tensor]:
+    """Loaded by a module that stands in two places: what was given, and what came of it."""
+    torch.manual_seed(2)
+    inner = torch.nn.Linear(3, 5)
+    model = torch.nn.ModuleDict({"one": inner, "two": torch.nn.ModuleList([inner])})
+    given = {name: torch.randn(value.shape) for name, value in inner.state_dict().items()}
+    run = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model.load_state_dict(
+        {path + name: value for name, value in given.items() for path in ("one.", "two.0.")}
+    )
+    with run.gathered() as whole:
+        found = whole["one.weight"].detach().clone()
+    run.close()
+    return given["weight"], found
+
+
+def test_a_module_that_stands_in_two_places_is_loaded() -> None:
+    for given, found in ranks(WORLD).run(shared, 2):
+        assert torch.equal(given, found)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_state_dict_is_whole_or_says_that_it_is_rows(name: str) -> None:
     wanted = plain()

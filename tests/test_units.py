@@ -109,6 +109,14 @@ def test_a_block_that_stands_twice_belongs_to_the_root() -> None:
     assert "blocks.0.up.weight" in found(model)["(root)"]
 
 
+def test_a_block_that_stands_in_two_lists_belongs_to_the_root() -> None:
+    model = Gpt()
+    model.decoder = nn.ModuleList([model.blocks[0], Block()])
+    units = found(model)
+    assert list(units) == ["(root)", "blocks.1", "blocks.2", "decoder.1"]
+    assert "blocks.0.up.weight" in units["(root)"]
+
+
 def test_named_units() -> None:
     assert list(found(Gpt(), ("blocks.*",))) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
     assert list(found(Gpt(), ("blocks.0", "norm"))) == ["(root)", "blocks.0", "norm"]

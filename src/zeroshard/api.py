@@ -371,6 +371,11 @@ class Run(Kept):
         runtime = self._runtime
         if runtime.closed:
             return
+        if self.rank == 0 and self.size > 1 and runtime.pace.untimely() is not None:
+            log.warning(
+                "run.close() while the ranks' parameters differ: each rank keeps its own. Call "
+                "run.synchronise() before it for one model."
+            )
         self._keeper.close()
         runtime.close()
         self._hooks.remove()
@@ -384,6 +389,8 @@ class Run(Kept):
                 whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
             else:
                 whole.data = whole.data.to(param.leaf.device, param.wide, copy=True)
+            if whole.grad is not None and whole.grad.dtype != whole.dtype:
+                whole.grad = whole.grad.to(whole.dtype)
             successors[id(param.home)] = whole
             param.stand(whole)
         for update in runtime.updates:

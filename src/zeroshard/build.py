@@ -29,7 +29,6 @@ from .place import Host
 from .placement import Placement
 from .policy import Adaptive, Delayed, EveryStep, Local
 from .pool import Ledger, Pool
-from .published import ChangedRows
 from .routes import check_patterns, gather_codec, routes_of
 from .runtime import Runtime
 from .shard import Faces, Master, Param, make_home, retire
@@ -110,7 +109,7 @@ class Builder:
         self.runtime.pace = self._pace(params)
         coded = [bundle.coded for bundle in self.runtime.bundles]
         self.runtime.pace.beliefs = [
-            private for rows in coded if isinstance(rows, ChangedRows) for private in rows.private()
+            private for rows in coded if rows is not None for private in rows.private()
         ]
         if self.host is not None:
             self.host.start()
@@ -282,6 +281,7 @@ class Builder:
         """A set of buckets, and what counts the arrivals for them."""
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
+        check_patterns(options.compress, [p.name for p in trainable])
         dtypes = {p.name: sort_of(p, options).dtypes for p in trainable}
         by_name = {p.name: p for p in params}
         sinks: dict[str, Sink] = {}
@@ -305,7 +305,6 @@ class Builder:
             kind = DelayedLocalGradients if delays else LocalGradients
             return kind(trainable, [dtypes[p.name][1] for p in trainable], local)
         align = self.host.align if self.host is not None else ALIGN
-        check_patterns(options.compress, [p.name for p in trainable])
         wiring = Wiring(options, self.transport, self.device, self.ledger, delays, align)
         made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
         for bucket in made:

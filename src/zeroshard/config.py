@@ -336,6 +336,12 @@ class Options:
                 f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
             )
         check_sync(self.sync, self.stage)
+        if self.precision is not None and self.precision.compute == "float16" and delays(self.sync):
+            raise OptionError(
+                "sync=Delayed() and fp16 do not go together: a GradScaler divides by this step's scale, "
+                "and the gradient is that of the step before (in the first step there is none). Pass "
+                'precision="bf16", or drop Delayed().'
+            )
         if self.offload is not None and local_steps(self.sync):
             raise OptionError(
                 "sync=Local(...) and offload= do not go together: local steps change whole parameters on the "

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .errors import ModelError, StateError
 from .live import LiveUnit
 from .runtime import Runtime
-from .shard import Faces, Param
+from .shard import Faces, Param, names_of
 from .state import show_state, take_state, widen_state
 from .step import Update
 
@@ -349,12 +349,12 @@ def _rows_for_loading(
                     f"{param.slot.shape} in the "
                     "model. Nothing was loaded."
                 )
-    faces = runtime.faces
-    _load_split(runtime, module, state, prefix)
+    faces, names = runtime.faces, names_of(module, runtime.params)
+    _load_split(runtime, names, state, prefix)
     if faces.mesh is None:
         return
     for param in runtime.params:
-        for place_name in _names_of(runtime, module, param):
+        for place_name in names[param.name]:
             value = state.get(prefix + place_name)
             if isinstance(value, Tensor) and Faces.local(value) is value:
                 start, stop = param.slot.rows(faces.rank)
@@ -362,12 +362,12 @@ def _rows_for_loading(
                 state[prefix + place_name] = faces.show(rows.to(param.local), param.slot)
 
 
-def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def _load_split(runtime: Runtime, names: dict[str, list[str]], state: dict[str, Any], prefix: str) -> None:
     """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
     with itself."""
     for param in runtime.params:
         if param.master is not None:
-            for name in _names_of(runtime, module, param):
+            for name in names[param.name]:
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor):
                     rows = Faces.local(value)
@@ -376,14 +376,6 @@ def _load_split(runtime: Runtime, module: nn.Module, state: dict[str, Any], pref
                         rows = value[start:stop]
                     param.write_master(rows)
                     state[prefix + name] = param.home.detach()
-
-
-def _names_of(runtime: Runtime, model: nn.Module, param: Param) -> list[str]:
-    """Every name under which a parameter stands: tied weights have several."""
-    paths = {id(m): n for n, m in model.named_modules()}
-    return [
-        f"{paths[id(pl.module)]}.{pl.attribute}".lstrip(".") for pl in param.places if id(pl.module) in paths
-    ]
 
 
 def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:

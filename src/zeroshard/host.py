@@ -206,6 +206,7 @@ class HostUpdates:
         staged.arrived.wait_on_host()
         part.arrive()
         grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(staged.job, stage)
+        part.clear_padding(grad, weight)
         share = share_of(part.numel, len(self.workers)) if self.team is None else max(part.numel, 1)
         shares = [
             (step, taken, at, min(at + share, run.stop))
@@ -360,10 +361,9 @@ class HostUpdates:
                 if part.flat is None:
                     raise StateError(
                         f"the gradients of `{part.params[0].name}` and others were dropped between backward "
-                        "and optimizer.step(), "
-                        "and their update has begun, with no room planned to take it back. Stretch a "
-                        "backward whose gradients are not "
-                        "wanted inside run.no_sync(), or pass a finite clip_norm and Offload(undo=True)."
+                        "and optimizer.step(), and their update has begun, with no room planned to take it "
+                        "back. Put a backward whose gradients are not wanted inside run.no_sync(), or pass a "
+                        "finite clip_norm and Offload(undo=True)."
                     )
                 self._start(part, None, undo=True)
                 self.wait(part)

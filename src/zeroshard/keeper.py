@@ -118,6 +118,8 @@ class Keeper:
 
 def _newest(root: str) -> str | None:
     """Training must not begin afresh beside checkpoints that cannot be read: a person decides that."""
+    if os.path.lexists(root) and not os.path.isdir(root):
+        raise CheckpointError(f"{root} is no folder: pass the folder that holds the checkpoints.")
     clean(root)
     found = latest(root)
     if found is not None:

@@ -21,6 +21,13 @@ from .snapshot import Company
 log = logging.getLogger("zeroshard")
 
 
+def listed(what: str, given: Any) -> tuple[Any, ...]:
+    """As a tuple; one that came without its brackets is an error."""
+    if isinstance(given, (list, tuple)):
+        return tuple(given)
+    raise OptionError(f"{what}= takes a list, and this is a {type(given).__name__}: pass {what}=[...].")
+
+
 class Kept(ABC):
     """What `Run` offers about checkpoints. Every rank makes the same calls."""
 
@@ -55,7 +62,7 @@ class Kept(ABC):
           failed one is logged, and told by the next.
         """
         self._open()
-        company = Company(extra, tuple(schedulers), tuple(scalers), self.plan)
+        company = Company(extra, listed("schedulers", schedulers), listed("scalers", scalers), self.plan)
         return self._keeper.save(path, company, keep, background)
 
     def load(
@@ -72,7 +79,8 @@ class Kept(ABC):
         `strict=False` loads what agrees where the model or the optimizer has changed.
         """
         self._open()
-        return self._keeper.load(path, Company(None, tuple(schedulers), tuple(scalers)), strict)
+        company = Company(None, listed("schedulers", schedulers), listed("scalers", scalers))
+        return self._keeper.load(path, company, strict)
 
     def resume(
         self,

@@ -255,6 +255,14 @@ class Part(Guarded):
         some = [(target, span) for target, span, wanted in places if wanted]
         return joined([target for target, _ in some], [span for _, span in some])
 
+    def clear_padding(self, grad: Tensor, weight: Tensor) -> None:
+        """8-bit moments have one scale for 256 elements, to which padding would add whatever was in the
+        staging memory before."""
+        if self.coded:
+            for start, stop in self.gaps:
+                weight[start:stop].zero_()
+                grad[start:stop].zero_()
+
     # ------------------------------------------------------------------ steps
 
     def stretches(self, scale: float) -> list[Stretch]:

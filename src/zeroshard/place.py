@@ -331,8 +331,9 @@ class Host:
         for index, param in enumerate(part.params):
             plot.optimizer.state[param.home] = part.shown(index)
 
-    def parts_of(self, optimizer: Optimizer) -> list[Part]:
-        return [part for part in self.parts if self._optimizer_of[id(part)] is optimizer]
+    def parts_of(self, optimizer: Optimizer | None) -> list[Part]:
+        """None: of all."""
+        return [p for p in self.parts if optimizer is None or self._optimizer_of[id(p)] is optimizer]
 
     def state_bytes(self) -> int:
         """Bytes that `optimizer.state` has for parameters whose state rests off the device."""

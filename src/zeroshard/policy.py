@@ -138,6 +138,8 @@ class Local:
         if not isinstance(self.outer, Nesterov):
             raise OptionError(f"Local.outer={self.outer!r} must be a zs.Nesterov(...).")
         if self.rates is not None:
+            if not isinstance(self.rates, (list, tuple)):
+                raise OptionError(f"Local.rates={self.rates!r} must be a factor a rank, as (1.0, 0.5).")
             rates = tuple(_check_number("Local.rates", rate, above=0.0) for rate in self.rates)
             object.__setattr__(self, "rates", rates)
 

@@ -8,6 +8,7 @@ afresh, so nothing adds up.
 - `stage`   uint8, the codes of all other ranks as they arrive; the caller's.
 - `believed` fp32, the pieces of all ranks: with `Delta`, what all ranks take the rows to be. Codes are of the
   difference; all ranks start to fetch them at one point of the step, and add them before they look at it.
+- `drawn`   int64, how often rows were encoded: the seed of codecs that draw, so it is in checkpoints.
 - a scratch of fp32 numbers, the length of the longest piece, lent by the pool while a piece is decoded.
 """
 
@@ -16,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .codec import Codec, Delta
-from .coding import in_words
+from .codec import Cast, Codec, Delta, Int4, Int8, OneBit, Ternary, TwoBit
+from .coding import holes, in_words
 from .comm import Targets, Transport, Work
 from .guard import Guarded
 from .layout import Pack
@@ -25,7 +26,7 @@ from .pool import Kind, Ledger, Pool
 from .private import Private, in_wire
 
 
-class CodedRows:
+class CodedRows(Guarded):
     """One bundle's rows as codes."""
 
     at_hand = False  # what is gathered need not be fetched
@@ -50,7 +51,7 @@ class CodedRows:
         self.cuts = [[(0, size)] if size else [] for size in self._sizes]
         ledger.book(kind, self.region.mine.nbytes + transport.cache(self.region, self.cuts))
         self._at = [sum(map(in_words, self._sizes[:r])) for r in range(world)]
-        self._turn = 0
+        self._turn, self.drawn = 0, torch.zeros(1, dtype=torch.int64)
         held = sum(slot.held(rank) for slot in pack.slots)
         self._ratio = held * itemsize / self._sizes[rank] if self._sizes[rank] else 1.0
         self._begin(ledger)
@@ -71,7 +72,9 @@ class CodedRows:
         self._prepare(values)
         code = torch.empty(size, dtype=torch.uint8, device=values.device) if self._mirrored else None
         self._turn += 1
-        self.codec.encode(values, self.region.mine[:size] if code is None else code, {}, self._turn)
+        self.before_change()
+        self.drawn += 1
+        self.codec.encode(values, self.region.mine[:size] if code is None else code, {}, int(self.drawn))
         if code is not None:
             self.region.mine[:size].copy_(code)
         if scratch is not None:
@@ -111,6 +114,12 @@ class CodedRows:
             torch._foreach_copy_(out.made(rank), pieces)
         self.pool.give(scratch)
 
+    def private(self) -> list[Private]:
+        """For checkpoints: the same on all ranks."""
+        if not _draws(self.codec):
+            return []
+        return [Private(f"({self.key})", f"draws of {self.codec!r}", ((0, self.drawn),), "same", self)]
+
     def _code(self, rank: int, stage: Tensor) -> Tensor:
         size, at = self._sizes[rank], self._at[rank]
         return self.region.mine[:size] if rank == self.transport.rank else stage[at : at + size]
@@ -119,7 +128,7 @@ class CodedRows:
         return self.pool.take(max(self._bodies), torch.float32, self)
 
 
-class ChangedRows(CodedRows, Guarded):
+class ChangedRows(CodedRows):
     """Codes of what has changed; see `Delta`."""
 
     at_hand = True
@@ -127,6 +136,7 @@ class ChangedRows(CodedRows, Guarded):
     def _begin(self, ledger: Ledger) -> None:
         self._coming: tuple[Tensor, Work] | None = None  # changes that are not in `believed` yet
         self.believed = torch.zeros(self.pack.wire, device=self.pool.device)
+        self._holes = [self.believed[at : at + n] for at, n in holes(self.pack)]
         ledger.book("parameters", self.believed.nbytes)
 
     def _prepare(self, values: Tensor) -> None:
@@ -161,6 +171,8 @@ class ChangedRows(CodedRows, Guarded):
             if size:
                 values = self._believed(rank)
                 self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+        if self._holes:
+            torch._foreach_zero_(self._holes)
         self.pool.give(stage)
 
     def _settle(self, kind: str, piece: Tensor) -> None:
@@ -192,8 +204,9 @@ class ChangedRows(CodedRows, Guarded):
             torch._foreach_copy_(to, of)
 
     def private(self) -> list[Private]:
-        """What is believed, for checkpoints: the same on all ranks."""
-        return in_wire(self.pack, self.believed, f"believed, {self.codec!r}", "same", self)
+        """What is believed, too."""
+        believed = in_wire(self.pack, self.believed, f"believed, {self.codec!r}", "same", self)
+        return [*super().private(), *believed]
 
 
 def coded_rows(
@@ -207,6 +220,13 @@ def coded_rows(
 ) -> CodedRows:
     kind = ChangedRows if isinstance(codec, Delta) else CodedRows
     return kind(key, pack, codec, itemsize, transport, pool, ledger)
+
+
+def _draws(codec: Codec) -> bool:
+    """Whether a code depends on more than the values. Of a codec of the user's own one cannot know."""
+    inner = codec.codec if isinstance(codec, Delta) else codec
+    plain = isinstance(inner, (Cast, Int4, Int8, OneBit, Ternary, TwoBit))
+    return not plain or bool(getattr(inner, "stochastic", False))
 
 
 class _Fetch:

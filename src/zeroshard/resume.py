@@ -21,9 +21,11 @@ from .checkpoint.elements import DTYPE
 from .checkpoint.manifest import Entry, Manifest
 from .checkpoint.records import Held, Loaded
 from .errors import CheckpointError
+from .moments import KEY as KEPT
 from .part import Part
 from .private import Private
 from .runtime import Runtime
+from .shard import names_of
 from .snapshot import (
     MOMENTS,
     OWN_KEYS,
@@ -106,7 +108,8 @@ def targets_of(
     """Decided from the manifest alone, so that all ranks decide, or raise, alike. Without one, loading will
     say why it cannot be read."""
     rank = runtime.transport.rank
-    targets = Targets([parameter_held(p, rank) for p in runtime.params])
+    names = names_of(model, runtime.params)
+    targets = Targets([replace(parameter_held(p, rank), also=tuple(names[p.name])) for p in runtime.params])
     targets.held += pace_held(runtime, wanted=True)
     targets.held += [Held.of(name, "buffer", b) for name, b in buffers_of(model).items()]
     if manifest is None:
@@ -152,6 +155,10 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
     part = seat.part
     for key in [*stored, *(k for k, v in state.items() if k not in stored and isinstance(v, Tensor))]:
         entry, tensor = stored.get(key), state.get(key)
+        if entry is not None and key == KEPT and not seat.freezes:
+            kind = seat.kind(key)  # of a codec that this run has not: no row of it is wanted
+            targets.held.append(Held(seat.param.name, kind, entry.shape, entry.dtype, (0, 0), _never, _never))
+            continue
         if part is not None and not part.visible and not part.coded and key in part.moments:
             targets.held.append(paged_held(seat, part, key, rank))
             continue
@@ -164,6 +171,10 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
         assert isinstance(tensor, Tensor)
         rows = None if entry is None else entry.shape == seat.param.slot.shape
         targets.held.append(state_held(seat, key, tensor, rank, rows))
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("no rows are wanted")
 
 
 def _made(targets: Targets, seat: Seat, key: str, entry: Entry, manifest: Manifest, rank: int) -> Tensor:
@@ -359,6 +370,17 @@ def _check_company(company: Company, manifest: Manifest) -> None:
 def _adopt_company(company: Company, values: Mapping[str, Any]) -> None:
     for what, objects in (("schedulers", company.schedulers), ("scalers", company.scalers)):
         for item, state in zip(objects, values.get(what, []), strict=False):
-            counters = {k for k, v in vars(item).items() if isinstance(v, Counter)}
             if state:  # a disabled scaler has none
-                item.load_state_dict({k: Counter(v) if k in counters else v for k, v in state.items()})
+                item.load_state_dict(_like(item.state_dict(), state))
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """`saved` with counters where `mine` has them, at any depth: a checkpoint holds them as dicts, and
+    schedulers, also those inside others, ask them for more."""
+    if isinstance(mine, Counter):
+        return Counter(saved)
+    if isinstance(mine, dict) and isinstance(saved, dict):
+        return {key: _like(mine.get(key), value) for key, value in saved.items()}
+    if isinstance(mine, list) and isinstance(saved, list) and len(mine) == len(saved):
+        return [_like(one, other) for one, other in zip(mine, saved, strict=True)]
+    return saved

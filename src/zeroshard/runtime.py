@@ -184,10 +184,8 @@ class Runtime:
 
     def _bring(self, unit: LiveUnit) -> None:
         """Gather a unit, start on the ones that come next, and wait for it."""
-        if torch.autograd._profiler_enabled():
-            with record_function(f"zeroshard.gather {unit.label}"):
-                self._fetch(unit)
-        else:
+        watched = torch.autograd._profiler_enabled()
+        with record_function(f"zeroshard.gather {unit.label}") if watched else nullcontext():
             self._fetch(unit)
 
     def _fetch(self, unit: LiveUnit) -> None:
@@ -361,6 +359,7 @@ class Runtime:
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
         self._stale = self._rewritten = True
+        self.pace.rewritten()
 
     def before_change(self, in_step: bool = False) -> None:
         """State is about to change, in a step but what has an owner: whoever is reading it comes first."""
@@ -372,11 +371,12 @@ class Runtime:
         self.recover()
         if self._host_updates is not None and self._host_updates.pending and not self._ahead:
             assert self.host is not None
-            self._host_updates.discard(
-                self.host.parts if optimizer is None else self.host.parts_of(optimizer)
-            )
+            self._host_updates.discard(self.host.parts_of(optimizer))
             self._settled = not self._host_updates.pending
-        self.pace.forget()
+        if self.pace.forget(optimizer):
+            self.before_change()
+            self.pace.turn()
+            self._stale = True
         if self.unsynced:
             for param in self.params:
                 param.leaf.grad = None

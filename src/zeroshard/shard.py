@@ -12,6 +12,7 @@ Tensors, and who owns them (one set per parameter):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -142,6 +143,18 @@ class Param:
         """Put `parameter` (the leaf or the home) wherever this parameter stands in the model."""
         for place in self.places:
             place.module._parameters[place.attribute] = parameter
+
+
+def names_of(model: nn.Module, params: Iterable[Param]) -> dict[str, list[str]]:
+    """By its own name, every name that a state dict of the model has for each parameter: tied weights and
+    those of a module that stands in several places have several."""
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(f"{path}." if path else "")
+    return {
+        p.name: [path + place.attribute for place in p.places for path in paths.get(id(place.module), ())]
+        for p in params
+    }
 
 
 class Retired(nn.Parameter):

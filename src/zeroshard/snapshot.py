@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from .checkpoint.elements import dtype_name
 from .checkpoint.records import Held, Peers, Snapshot
-from .errors import StateError
+from .errors import OptionError, StateError
 from .native.abi import BLOCK
 from .native.moments8 import decode, scale_count
 from .part import Part
@@ -47,6 +47,16 @@ class Company:
     scalers: Sequence[Any] = ()
     plan: Plan | None = None  # what the run keeps to
 
+    def __post_init__(self) -> None:
+        if self.extra is not None and not isinstance(self.extra, Mapping):
+            raise OptionError(
+                f"extra= takes a dict, such as {{'step': 500}}, and this is a {type(self.extra).__name__}."
+            )
+        for what in ("schedulers", "scalers"):
+            for one in getattr(self, what):
+                if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+                    raise OptionError(f"{what}=[...]: {one!r} has no state_dict() that could be saved.")
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -59,6 +69,7 @@ class Seat:
     prefix: str  # of its kinds: empty, unless an earlier optimizer has the same parameter
     part: Part | None
     index: int
+    freezes: bool = False  # a codec keeps its second moments, see `moments`
 
     @property
     def state(self) -> dict[str, Any]:
@@ -111,7 +122,8 @@ def seats_of(runtime: Runtime) -> Iterator[Seat]:
                     part, index = hosted.get(id(param), (None, 0))
                     prefix = f"{number}." if param.name in seen else ""
                     seen.add(param.name)
-                    yield Seat(update.optimizer, group, home, param, prefix, part, index)
+                    freezes = update.held is not None and id(home) in update.held.codecs
+                    yield Seat(update.optimizer, group, home, param, prefix, part, index, freezes)
 
 
 # ---------------------------------------------------------------------- what is held

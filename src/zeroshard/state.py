@@ -24,21 +24,27 @@ Collect = Callable[[Tensor, Slot], Tensor]
 
 
 def renew_state(update: Update) -> None:
-    """Adagrad makes its state when it is built, for whole parameters. It gets one for the rows, where they
-    rest."""
+    """Adagrad makes its state when it is built, for whole parameters. Those that it updates get one for the
+    rows, where they rest."""
     optimizer = update.optimizer
     if type(optimizer) is not Adagrad:
         return
     optimizer.state.clear()
     for group in optimizer.param_groups:
         for home in group["params"]:
-            param, first = update.params[id(home)], group["initial_accumulator_value"]
-            like: dict[str, Any] = {"dtype": param.master_dtype, "device": param.local.device}
-            value = complex(first, first) if param.local.is_complex() else first
-            optimizer.state[home] = {
-                "step": torch.tensor(0.0, device=param.local.device if group["fused"] else None),
-                "sum": torch.full(param.local.shape, value, **like),
-            }
+            param = update.params[id(home)]
+            if param.trainable:
+                optimizer.state[home] = _first_state(group, param.local, param.master_dtype)
+
+
+def _first_state(group: dict[str, Any], like: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Adagrad's, before its first step."""
+    first = group["initial_accumulator_value"]
+    value = complex(first, first) if like.is_complex() else first
+    return {
+        "step": torch.tensor(0.0, device=like.device if group["fused"] else None),
+        "sum": torch.full(like.shape, value, dtype=dtype, device=like.device),
+    }
 
 
 def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +130,11 @@ def give_back(
             dict, {successors.get(id(home), home): kept for home, kept in held}
         )
     update.adopt(successors)
+    if type(update.optimizer) is Adagrad:
+        for group in update.optimizer.param_groups:
+            for whole in group["params"]:
+                if whole not in update.optimizer.state:
+                    update.optimizer.state[whole] = _first_state(group, whole, whole.dtype)
 
 
 def _describe(state: dict[str, Any], slot: Slot, rank: int) -> dict[str, list[Any]]:

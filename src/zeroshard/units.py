@@ -60,6 +60,7 @@ def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none
         known = [name for name, _ in model.named_modules() if name]
         names = matching(wanted, known, "unit", "modules", by_level=True)
     modules = dict(model.named_modules())
+    names = [name for name in names if name in modules]  # a module that stands twice has one
     units = {"": Unit("", model), **{name: Unit(name, modules[name]) for name in names}}
     for tenant, owners in _tenants(model, set(names)):
         units[owners.pop() if len(owners) == 1 else ""].tenants.append(tenant)

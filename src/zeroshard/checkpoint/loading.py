@@ -45,8 +45,11 @@ def match(manifest: Manifest, targets: Sequence[Held]) -> Match:
     pairs, absent, mismatched = [], [], []
     wanted = set()
     for held in targets:
-        wanted.add(slot(held.kind, held.name))
-        entry = manifest.by_slot.get(slot(held.kind, held.name))
+        slots = [slot(held.kind, name) for name in (held.name, *held.also)]
+        found = [each for each in map(manifest.by_slot.get, slots) if each is not None]
+        entry = found[0] if found else None
+        wanted.add(slots[0])
+        wanted.update(slot(each.kind, each.name) for each in found if each.same_as(found[0]))
         if entry is None:
             absent.append(held)
         elif entry.shape == held.shape and convertible(entry.dtype, held.dtype):

@@ -42,6 +42,7 @@ class Held:
     and are called by one thread at a time. `place` is the memory of the rows themselves where they rest in
     host memory as they are stored: then loading reads straight into it, and calls `write` for the rest only.
     `owner` is who changes them other than in an optimizer's step, and waits for a background save before.
+    `also` are other names of the same tensor, which foreign checkpoints may have it under: of tied weights.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Held:
     write: Callable[[int, torch.Tensor], None]
     place: torch.Tensor | None = None
     owner: Guarded | None = None
+    also: tuple[str, ...] = ()
 
     @classmethod
     def of(

@@ -190,8 +190,9 @@ def _nested(data: Any, path: tuple[str, ...]) -> Iterator[Found]:
 
 
 def _first_line(error: Exception) -> str:
+    """Its first sentence: torch goes on with how to run the code in a file after all."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+    return f"{type(error).__name__}: {text[0].split('. ')[0][:200] if text else ''}"
 
 
 def choose(source: Path, found: Sequence[Found], prefix: str | None) -> list[tuple[str, Found]]:

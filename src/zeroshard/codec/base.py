@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -64,6 +64,12 @@ class Compression(ABC):
             raise OptionError(
                 f"codec {type(self).__name__} is no dataclass, so its settings are unknown; put "
                 "@dataclass(frozen=True) above the class."
+            )
+        numerics = getattr(self, "numerics", None)
+        if numerics not in get_args(Numerics):
+            raise OptionError(
+                f"codec {type(self).__name__} has numerics={numerics!r}: put into the class what it does to "
+                f"the numbers, one of {', '.join(map(repr, get_args(Numerics)))}."
             )
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         inner = {name: v.settings() for name, v in values.items() if isinstance(v, Compression)}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..comm import Transport
 from ..policy import Adaptive, Delayed, EveryStep, Local
@@ -91,8 +92,11 @@ class AdaptivePace(Pace):
     def ended(self) -> None:
         self.pace.ended()
 
-    def forget(self) -> None:
-        self.pace.forget()
+    def forget(self, optimizer: Optimizer | None) -> bool:
+        return self.pace.forget(optimizer)
+
+    def rewritten(self) -> None:
+        self.pace.rewritten()
 
     def meet(self) -> None:
         self.pace.meet()
@@ -110,15 +114,25 @@ class AdaptivePace(Pace):
     # ------------------------------------------------------------------ windows
 
     def step(self, update: Update, step: Callable[[], Any]) -> None:
-        last = update is self.updates[-1]
-        if last and self._window is not None:
+        if update is not self.updates[-1]:
+            self.pace.step(update, step)
+            return
+        self._note_norm()
+        self.pace.step(update, step)
+        self.count += 1
+        self._look()
+
+    def turn(self) -> None:
+        self._note_norm()
+        self.pace.turn()
+        self.count += 1
+        self._look()
+
+    def _note_norm(self) -> None:
+        if self._window is not None:
             left = self._length - self._window.steps
             if left in (1, self.policy.window):  # unrest is what happens within so many steps
                 self._norms.append(self._norm())
-        self.pace.step(update, step)
-        if last:
-            self.count += 1
-            self._look()
 
     @property
     def _length(self) -> int:
@@ -201,6 +215,8 @@ class AdaptivePace(Pace):
         choices = self.policy.choices
         if new is not old:
             old.meet()
+            if isinstance(old, DelayedPace):
+                old.gradients.drop()  # it would be applied whenever this choice is taken again
             if isinstance(old, LocalPace) and not isinstance(new, LocalPace):
                 self._equalise()
             if isinstance(new, LocalPace):
@@ -216,13 +232,25 @@ class AdaptivePace(Pace):
 
     def _equalise(self) -> None:
         """Optimizers of ranks that trained apart have state of their own, and would drive equal parameters
-        apart again in steps taken together: rank 0's is taken."""
-        for update in self.updates:
-            for param in update.params.values():
-                state = update.optimizer.state.get(param.home, {})
-                tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
-                if tensors:
-                    self.transport.broadcast(f"state of {param.name}", tensors)
+        apart again in steps taken together: rank 0's is taken. A parameter that some rank alone has never
+        used begins afresh."""
+        states = [
+            (param.name, update.optimizer.state.get(param.home, {}))
+            for update in self.updates
+            for param in update.params.values()
+        ]
+        lacking = self.transport.max([float(not state) for _, state in states])
+        counts: list[Tensor] = []  # of steps: single numbers, on the CPU whatever the device
+        for (name, state), lacks in zip(states, lacking, strict=True):
+            if lacks:
+                state.clear()  # the dict stays: proxies know it
+            values = [value for value in state.values() if isinstance(value, Tensor)]
+            counts += [value for value in values if not value.dim()]
+            if tensors := [value for value in values if value.dim()]:
+                self.transport.broadcast(f"state of {name}", tensors)
+        first: Any = self.transport.exchange([float(count) for count in counts])[0]
+        for count, value in zip(counts, first, strict=True):
+            count.fill_(value)
 
     # ------------------------------------------------------------------ checkpoints
 

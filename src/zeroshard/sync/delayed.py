@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..bucket import Bucket, EarlySink, Sink, WholeBucket
 from ..comm import Transport, Work
@@ -349,10 +350,11 @@ class DelayedPace(Pace):
             self.count += 1
             self.gradients.behind = self._is_warm
 
-    def forget(self) -> None:
+    def forget(self, optimizer: Optimizer | None) -> bool:
         if self._unused:  # dropped instead of applied: the one that is under way, too
             self._unused = self.begun = False
             self.gradients.drop()
+        return False
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -10,6 +10,9 @@ Tensors of a chunk (parameters that meet together, at most `bucket_bytes`; P = t
 
 Anchor and momentum are sharded by rows like the state of stage 1: together 8 bytes a parameter divided by the
 ranks. The inner optimizer's state stays each rank's own.
+
+[Note: left out] A `GradScaler` leaves out the step of a rank whose gradient overflowed, and of no other. The
+others meet all the same, so a backward whose gradients are dropped counts as a step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..comm import Transport
 from ..errors import OptionError
@@ -106,6 +110,8 @@ class LocalPace(Pace):
         self.policy, self.transport, self.updates = policy, transport, updates
         self.label = repr(policy)
         self.count = 0
+        self._moved = False  # the parameters were written while all ranks were equal: anchors are old
+        self._unused = False  # a backward has ended, and neither a step nor `zero_grad` has followed
         self._buffers: list[Tensor] = []
         self.fragments: list[list[Chunk]] = []
         if policy.rates is not None and len(policy.rates) != transport.size:
@@ -143,6 +149,7 @@ class LocalPace(Pace):
 
     def settle(self) -> None:
         """All ranks are equal: anchors are the parameters as they are."""
+        self._moved = False
         self.transport.fence()
         for chunk in self._chunks:
             chunk.settle()
@@ -153,11 +160,28 @@ class LocalPace(Pace):
 
     # ------------------------------------------------------------------ steps
 
+    def ended(self) -> None:
+        self._unused = True
+        super().ended()
+
+    def rewritten(self) -> None:
+        """What is loaded or set by hand between two rounds is no step that the outer optimizer enlarges."""
+        self._moved = self._moved or self.untimely() is None
+
     def step(self, update: Update, step: Callable[[], Any]) -> None:
+        if self._moved:
+            self.settle()
         with self._at_own_rate(update):
             super().step(update, step)
-        if update is not self.updates[-1]:
-            return
+        if update is self.updates[-1]:
+            self.turn()
+
+    def forget(self, optimizer: Optimizer | None) -> bool:
+        """See [Note: left out]."""
+        return self._unused and optimizer in (None, self.updates[-1].optimizer)
+
+    def turn(self) -> None:
+        self._unused = False
         self.count += 1
         steps, parts = self.policy.steps, len(self.fragments)
         due = [n for n in range(parts) if (self.count + n * steps // parts) % steps == 0]
@@ -246,9 +270,12 @@ class LocalPace(Pace):
         if "count" not in values:
             for chunk in self._chunks:
                 chunk.momentum.zero_()
-        for mine, loaded in zip(self._inner(), own.get("inner", ()), strict=False):
-            for name, state in mine.items():
-                for key, value in loaded.get(name, {}).items():
-                    if key in state:
+        for update, loaded in zip(self.updates, own.get("inner", ()), strict=False):
+            for param in update.params.values():
+                state, given = update.optimizer.state.get(param.home, {}), loaded.get(param.name)
+                if given is not None and not given:
+                    state.clear()  # this rank had not used it; the dict stays: proxies know it
+                for key, value in (given or {}).items():
+                    if isinstance(state.get(key), Tensor):
                         state[key].copy_(value)
         self.settle()

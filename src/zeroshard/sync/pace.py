@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..grad import Gradients, LocalGradients
 from ..guard import Guarded
@@ -34,7 +35,7 @@ class Pace:
     begun = False  # the host has begun with the next update, before the backward of its step
     apart = False  # ranks train apart: nobody reads this rank's rows between meetings
 
-    beliefs: Sequence[Private] = ()  # what all ranks take the parameters to be, where changes travel
+    beliefs: Sequence[Private] = ()  # of coded parameters: what all ranks take them to be, and seeds
 
     def __init__(self, gradients: Gradients | LocalGradients) -> None:
         self.gradients = gradients
@@ -53,8 +54,16 @@ class Pace:
     def take_buffers(self, buffers: list[Tensor]) -> None:
         """Buffers that forward changes, which ranks that train apart take from rank 0 when they meet."""
 
-    def forget(self) -> None:
-        """`zero_grad` was called."""
+    def forget(self, optimizer: Optimizer | None) -> bool:
+        """`zero_grad` was called, of one optimizer or (None) of the model. Whether a step that this rank has
+        left out counts all the same: `turn` is next."""
+        return False
+
+    def turn(self) -> None:
+        """Count a step that this rank has left out."""
+
+    def rewritten(self) -> None:
+        """Parameters were written by someone else than the optimizer."""
 
     def meet(self) -> None:
         """Make all ranks equal now, where they have trained apart. Every rank calls it."""
