@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.native import loader
+from zeroshard.published import ChangedRows
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
@@ -161,6 +162,10 @@ def in_two_bits(compiled: bool) -> tuple[int, dict[str, Tensor]]:
             (model(x) - x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+        rows = [bundle.coded for bundle in run._runtime.bundles]
+        gaps = [hole for coded in rows if isinstance(coded, ChangedRows) for hole in coded._holes]
+        assert gaps, "padding is not saved, so what is believed of it must stay nothing"
+        assert not any(hole.any() for hole in gaps)
         with run.gathered() as whole:
             weights = {name: p.detach().clone() for name, p in whole.items()}
         run.close()
@@ -357,3 +362,36 @@ def test_padding_stays_zero_whatever_a_codec_makes_of_it(stage: int) -> None:
     """It counts towards the norm of gradients that go to the host."""
     for flat, shown in ranks(2).run(squares, stage):
         assert flat == pytest.approx(shown, rel=1e-12)
+
+
+class Scaled(nn.Module):
+    """A number for all, among vectors that ranks have different rows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layer, self.scale = nn.Linear(9, 7), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * self.layer(x)).square().mean()
+
+
+def numbers(codec: Any, stage: int) -> Tensor:
+    """The one number, after steps that send little of everything."""
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = zs.shard(model, optimizer, stage=stage, compress=codec)
+    for step in range(4):
+        model(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + run.rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with run.gathered("scale") as whole:
+        value = whole["scale"].detach().clone()
+    run.close()
+    return value
+
+
+@pytest.mark.parametrize("codec", [zs.OneBit(warmup_steps=0), zs.Ternary()], ids=str)
+def test_ranks_agree_about_a_single_number(codec: Any) -> None:
+    """Every rank has a copy of it; it travels as it is."""
+    assert torch.equal(*ranks(2).run(numbers, codec, 2))

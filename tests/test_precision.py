@@ -161,3 +161,17 @@ def test_one_rank_is_plain_pytorch(precision: zs.Precision | None) -> None:
     by_hand = rank_by_rank(recipe, 1, precision)
     for stage in STAGES:
         assert_same_bits(on_ranks(1, recipe, stage=stage, precision=precision)[0].weights, by_hand.weights)
+
+
+def test_gradients_that_are_left_when_a_run_is_closed_suit_a_plain_step() -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = zs.shard(model, optimizer, stage=0, precision="bf16")
+    for step in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            run.close()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    optimizer.step()

@@ -108,6 +108,29 @@ def following_by_hand(begins: dict[int, int], steps: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in copies[0].named_parameters()}
 
 
+def late_again() -> list[int]:
+    """How many parameters have a gradient after each backward: two steps delayed, two not, two delayed."""
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    choices = (zs.Delayed(), zs.EveryStep(compress=zs.Int8()))
+    run = zs.shard(model, optimizer, stage=2, sync=zs.Adaptive(choices=choices, window=99))
+    shown = []
+    for step in range(6):
+        if step in (2, 4):
+            run._runtime.pace._switch(step // 2 % 2, "the test says so")  # type: ignore[attr-defined]
+        model(batch(step, run.rank)).backward()
+        shown.append(sum(p.grad is not None for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return shown
+
+
+def test_a_gradient_under_way_does_not_wait_for_its_choice_to_return() -> None:
+    for shown in ranks(WORLD).run(late_again):
+        assert [count > 0 for count in shown] == [False, True, True, True, False, True]
+
+
 def test_what_adaptive_does_between_its_moves_is_what_the_choices_do() -> None:
     """Moves depend on times; given the moves, the numbers are those of the choices one after another, also
     from one number of local steps to another."""

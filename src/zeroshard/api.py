@@ -389,6 +389,8 @@ class Run(Kept):
                 whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
             else:
                 whole.data = whole.data.to(param.leaf.device, param.wide, copy=True)
+            if whole.grad is not None and whole.grad.dtype != whole.dtype:
+                whole.grad = whole.grad.to(whole.dtype)
             successors[id(param.home)] = whole
             param.stand(whole)
         for update in runtime.updates:

@@ -134,3 +134,19 @@ def rows_bytes(slot: Slot, rank: int, width: int) -> int:
 def cut_of(numel: int, world: int) -> int:
     """The share of each rank of a flat tensor that is cut evenly."""
     return aligned(-(-numel // world))
+
+
+def holes(pack: Pack) -> list[Span]:
+    """Padding between the slots of a wire: a codec makes something of it, and it must stay nothing, also in
+    what the codec keeps: that is not saved."""
+    if isinstance(pack, FlatPack):
+        slots = zip(pack.slots, pack.full_offsets, strict=True)
+        ends = [(at + s.numel, at + aligned(s.numel, pack.align)) for s, at in slots]
+        return [(start, stop - start) for start, stop in ends if stop > start]
+    return [(start + at, n) for rank, start in enumerate(pack.starts) for at, n in holes_of_piece(pack, rank)]
+
+
+def holes_of_piece(pack: Pack, rank: int) -> list[Span]:
+    slots = zip(pack.slots, pack.offsets(rank), strict=True)
+    ends = [(at + s.held(rank), at + aligned(s.held(rank), pack.align)) for s, at in slots]
+    return [(start, stop - start) for start, stop in ends if stop > start]

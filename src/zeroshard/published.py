@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .codec import Cast, Codec, Delta, Int4, Int8, OneBit, Ternary, TwoBit
-from .coding import in_words
+from .coding import holes, in_words
 from .comm import Targets, Transport, Work
 from .guard import Guarded
 from .layout import Pack
@@ -136,6 +136,7 @@ class ChangedRows(CodedRows):
     def _begin(self, ledger: Ledger) -> None:
         self._coming: tuple[Tensor, Work] | None = None  # changes that are not in `believed` yet
         self.believed = torch.zeros(self.pack.wire, device=self.pool.device)
+        self._holes = [self.believed[at : at + n] for at, n in holes(self.pack)]
         ledger.book("parameters", self.believed.nbytes)
 
     def _prepare(self, values: Tensor) -> None:
@@ -170,6 +171,8 @@ class ChangedRows(CodedRows):
             if size:
                 values = self._believed(rank)
                 self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+        if self._holes:
+            torch._foreach_zero_(self._holes)
         self.pool.give(stage)
 
     def _settle(self, kind: str, piece: Tensor) -> None:

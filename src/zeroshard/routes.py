@@ -54,7 +54,10 @@ def _is_pair(pair: object) -> bool:
 
 def codec_for(routes: Routes, name: str, shape: Sequence[int]) -> Compression | None:
     """The codec of the first pattern that matches; None: the gradient travels as it is. So does one that has
-    not the form that its codec is for: a vector among matrices."""
+    not the form that its codec is for: a vector among matrices. And a single number, of which every rank has
+    a copy: coded for each beside other values, it would come out otherwise."""
+    if not shape:
+        return None
     codec = next((codec for pattern, codec in routes if fnmatchcase(name, pattern)), None)
     if isinstance(codec, LowRank) and not codec.suits(shape):
         return None

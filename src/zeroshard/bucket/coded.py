@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..codec import Codec
-from ..coding import Span, Way, back_bytes, bodies_of, in_words
+from ..coding import Span, Way, back_bytes, bodies_of, holes, holes_of_piece, in_words
 from ..comm import Region, Transport, Work
-from ..layout import FlatPack, Pack, aligned
+from ..layout import Pack
 from ..pool import Ledger
 from ..private import Private, in_wire
 from ..shard import Faces, Param
@@ -79,9 +79,9 @@ class CodedBucket(Bucket):
         self._routes = self._routes_of(self.wire_dtype, len(self.params))
         self.state = codec.state(pack.wire, desk.device)
         self._states = [self._state_of(at, numel) for at, numel in self._bodies]
-        holes = _holes(pack)
-        self._holes = [desk.values[at : at + n] for at, n in holes]
-        self._state_holes = [tensor[at : at + n] for tensor in self.state.values() for at, n in holes]
+        gaps = holes(pack)
+        self._holes = [desk.values[at : at + n] for at, n in gaps]
+        self._state_holes = [tensor[at : at + n] for tensor in self.state.values() for at, n in gaps]
         self._mirrored = wire.mine.device != desk.device
 
     def _routes_of(self, dtype: torch.dtype, flags: int = 0) -> dict[Codec | None, Route]:
@@ -151,7 +151,7 @@ class CodedBucket(Bucket):
             self.whole[self.pack.full :][: len(self.params)].copy_(counts)
         else:
             total[numel:][: len(self.params)].copy_(counts)
-            for at, n in _holes_of_piece(self.pack, rank):
+            for at, n in holes_of_piece(self.pack, rank):
                 total[at : at + n].zero_()
         if total is not out:
             out.copy_(total)
@@ -191,7 +191,7 @@ class CodedBucket(Bucket):
         self._back_wire = self.transport.allocate(f"{self.wire.key} {self.index} back", room, torch.uint8)
         first, numel = self._bodies[rank]
         self._again = self.codec.state(numel, self.device)
-        cuts = [(max(at, first) - first, min(at + n, first + numel) - first) for at, n in _holes(pack)]
+        cuts = [(max(at, first) - first, min(at + n, first + numel) - first) for at, n in holes(pack)]
         self._again_holes = [
             tensor[at:end] for tensor in self._again.values() for at, end in cuts if at < end
         ]
@@ -236,23 +236,5 @@ class CodedBucket(Bucket):
             route.codec.decode(code, total, add=False)
             if total is not out:
                 out.copy_(total)
-        for at, n in _holes(self.pack):
+        for at, n in holes(self.pack):
             whole[at : at + n].zero_()
-
-
-def _holes(pack: Pack) -> list[Span]:
-    """Padding between the slots of a wire: a codec makes something of it, and it must stay nothing, also in
-    what the codec keeps: that is not saved."""
-    if isinstance(pack, FlatPack):
-        slots = zip(pack.slots, pack.full_offsets, strict=True)
-        ends = [(at + s.numel, at + aligned(s.numel, pack.align)) for s, at in slots]
-        return [(start, stop - start) for start, stop in ends if stop > start]
-    return [
-        (start + at, n) for rank, start in enumerate(pack.starts) for at, n in _holes_of_piece(pack, rank)
-    ]
-
-
-def _holes_of_piece(pack: Pack, rank: int) -> list[Span]:
-    slots = zip(pack.slots, pack.offsets(rank), strict=True)
-    ends = [(at + s.held(rank), at + aligned(s.held(rank), pack.align)) for s, at in slots]
-    return [(start, stop - start) for start, stop in ends if stop > start]

@@ -215,6 +215,8 @@ class AdaptivePace(Pace):
         choices = self.policy.choices
         if new is not old:
             old.meet()
+            if isinstance(old, DelayedPace):
+                old.gradients.drop()  # it would be applied whenever this choice is taken again
             if isinstance(old, LocalPace) and not isinstance(new, LocalPace):
                 self._equalise()
             if isinstance(new, LocalPace):
