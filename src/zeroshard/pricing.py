@@ -65,7 +65,7 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
             # Between its last update and the next gradient the host waits for the root.
             root = sum(_compute(setup, [s for s in segments if not s.unit], machine))
             beside["host update"] = update + root
-            beside["compute"] += _awaited(setup, update / away, width / machine.pcie)
+            beside["compute"] += _awaited(setup, update / away, width / machine.pcie, update - computed[1])
         else:
             last += update
     if held["disk"]:
@@ -121,16 +121,17 @@ def _launched(
     return forward + sent * (1 - min(inside, 1.0)), backward + sent * min(inside, 1.0)
 
 
-def _awaited(setup: Setup, update: float, copy: float) -> float:
-    """The round trip of the gradient that lands last, seconds an element: out, updated after those that are
-    on their way already, and back. The next forward begins with that weight."""
+def _awaited(setup: Setup, update: float, copy: float, behind: float) -> float:
+    """The round trip of the gradient that lands last, at seconds an element: out, updated after those that
+    the host has taken up if it is `behind` backward by so many seconds, and back. The next forward begins
+    with that weight."""
     first = min((part for part in setup.parts), key=lambda part: min(w.number for w in part.weights))
     number = min((w.number for unit in setup.units for w in unit.weights if w.trainable), default=0)
     if all(w.number != number for w in first.weights):
         return 0.0  # it is updated on the device
     others = sorted(part.numel for part in setup.parts if part is not first)
-    ahead = min(len(others), IN_HAND) * others[len(others) // 2] if others else 0
-    return first.numel * (update + 2 * copy) + ahead * update
+    taken = min(len(others), IN_HAND) * others[len(others) // 2] if others else 0
+    return first.numel * (update + 2 * copy) + min(taken * update, max(behind, 0.0))
 
 
 def _coding(setup: Setup, machine: Machine) -> float:
