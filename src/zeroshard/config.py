@@ -192,8 +192,7 @@ class Offload:
     - `undo`: whether gradients are kept until the norm is known (2 bytes a parameter on the device), so that
       updates can wait for it or be taken back. Without it every update begins at once, and a norm above
       `clip_norm` is an error.
-    - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
-      work).
+    - `threads`: worker threads for the update (default: the cores that this process may use, less two).
     - `stages`, `stage_bytes`: how many parts of the middle size the pinned staging memory between device and
       host has room for, and how many berths there are between disk and host; gradients go out in parts of
       that size.
