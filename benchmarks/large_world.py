@@ -177,7 +177,7 @@ def main() -> None:
         "hardware": hardware(),
         "torch": version("torch"),
         "commit": commit(),
-        "command": "python benchmarks/large_world.py",
+        "command": " ".join(["python benchmarks/large_world.py", *sys.argv[1:]]),
     }
     path.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
     head = [
