@@ -54,6 +54,15 @@ def added_to_one_that_needs_whole_tensors() -> None:
     said = r"Adafactor needs whole tensors, and `first.weight` was divided by rows\. Give it the parameter"
     with pytest.raises(zs.ModelError, match=said):
         optimizer.add_param_group({"params": [model.first.weight]})
+    for kind in (torch.optim.Adafactor, torch.optim.AdamW):
+        model = Stack()
+        optimizer = kind(model.last.parameters())
+        run = zs.shard(model, optimizer, stage=2, split="whole")
+        optimizer.add_param_group({"params": [model.first.weight]})
+        squared(model, four(0, 0).float()).backward()
+        optimizer.step()
+        with run.gathered("first.weight") as whole:
+            assert not torch.equal(whole["first.weight"], Stack().first.weight)
 
 
 def test_groups_of_an_optimizer_that_needs_whole_tensors_must_be_there_at_shard() -> None:

@@ -15,6 +15,7 @@ from offload_case import Case, Trained, batch, furthest, make_model, offloaded, 
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard import snapshot
 from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.layout import aligned
 from zeroshard.memory import Setup, buffers_of
@@ -228,6 +229,23 @@ def test_ranks_without_rows(stage: int, stage_bytes: int) -> None:
     got = ranks(2).run(thin, {"stage": stage, "offload": offload})[0]
     want = ranks(2).run(thin, {"stage": stage})[0]
     assert furthest(got, want)[0] <= 1e-6
+
+
+def test_padding_of_8_bit_parts_is_cleared() -> None:
+    """Behind a gradient in its wire may be what another bucket left there, something else on each rank: what
+    all ranks hold would drift apart."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload = zs.Offload(moments="int8", threads=1)
+    run = zs.shard(model, optimizer, precision="bf16", offload=offload, clip_norm=1.0)
+    for part in snapshot.host_parts(run._runtime):
+        grad, weight = torch.ones(part.numel), torch.ones(part.numel)
+        part.clear_padding(grad, weight)
+        kept = [index for at, n in part.spans for index in range(at, at + n)]
+        assert len(kept) < part.numel
+        for flat in (grad, weight):
+            assert flat.nonzero().view(-1).tolist() == kept
+    run.close()
 
 
 # ---------------------------------------------------------------------- foreseen, to the byte

@@ -128,6 +128,8 @@ class Builder:
             for g in o.param_groups
             for p in g["params"]
         }
+        if self.options.split == "whole":  # also what no optimizer has yet
+            whole |= {id(t.parameter) for t in tenants}
         result: dict[str, Slot] = {}
         rows: Split = "level" if self.options.split == "level" else "rows"
         splits: tuple[tuple[Split, bool], ...] = ((rows, False), ("whole", True))
@@ -142,8 +144,7 @@ class Builder:
         return result
 
     def _needs_whole(self, optimizer: Optimizer) -> bool:
-        split = self.options.split
-        return split == "whole" or (split != "rows" and not rows_suffice(optimizer))
+        return self.options.split != "rows" and not rows_suffice(optimizer)
 
     def _dtypes(self, tenant: Tenant) -> tuple[torch.dtype, torch.dtype]:
         """Compute and master dtype of a parameter."""

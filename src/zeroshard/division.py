@@ -55,7 +55,7 @@ class Division(ABC):
         whole = {
             w.name
             for w in weights
-            if w.rule >= 0 and (split == "whole" or (split != "rows" and not self.rules[w.rule].by_rows))
+            if split == "whole" or (w.rule >= 0 and split != "rows" and not self.rules[w.rule].by_rows)
         }
         result: dict[str, Slot] = {}
         rows: Split = "level" if split == "level" else "rows"

@@ -93,7 +93,9 @@ class Update:
 
     def meet(self, params: Sequence[Param]) -> None:
         """Parameters that the optimizer holds."""
-        wholes = any(p.slot.split == "whole" for p in self.params.values())
+        wholes = not rows_suffice(self.optimizer) and any(
+            p.slot.split == "whole" for p in self.params.values()
+        )
         for param in params:
             if wholes and param.slot.by_rows:
                 raise ModelError(
