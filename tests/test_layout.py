@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import time
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
@@ -70,6 +71,18 @@ def test_whole_tensors_are_spread_evenly(world: int, seed: int) -> None:
     load = [sum(slot.held(rank) for slot in slots) for rank in range(world)]
     assert sum(load) == sum(slot.numel for slot in slots)
     assert max(load) <= sum(load) / world + max(slot.numel for slot in slots)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 100])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_whole_tensor_goes_to_the_first_rank_that_has_least(world: int, seed: int) -> None:
+    tensors = shapes(seed, 60)
+    load, owner = [0] * world, {}
+    for name, shape in sorted(tensors, key=lambda t: (-prod(t[1]), t[0])):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += prod(shape)
+    slots = slots_for(tensors, world, "whole")
+    assert {slot.name: slot.owner for slot in slots} == owner
 
 
 @pytest.mark.parametrize("world", WORLDS)

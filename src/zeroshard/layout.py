@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappush, heapreplace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, TypeVar, overload
@@ -263,7 +264,6 @@ class FlatPack(Pack):
 def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split: Split) -> list[Slot]:
     """Slots for named shapes. Whole tensors go, largest first, to the rank that has least so far; of tensors
     with rows of one size, what is over is dealt on where the last one ended."""
-    load = [0] * world
     owner: dict[str, int] = {}
     if split == "level":
         turn: dict[int, int] = {}
@@ -273,9 +273,12 @@ def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split:
                 owner[name] = turn.get(row, 0)
                 turn[row] = (owner[name] + shape[0]) % world
     if split == "whole":
+        loads: list[tuple[int, int]] = []  # a heap of what ranks have so far; those after it have nothing
         for name, shape in sorted(tensors, key=lambda t: (-prod(t[1]), t[0])):
-            owner[name] = min(range(world), key=load.__getitem__)
-            load[owner[name]] += prod(shape)
+            if len(loads) < world and (not loads or loads[0] > (0, len(loads))):
+                heappush(loads, (0, len(loads)))
+            load, owner[name] = loads[0]
+            heapreplace(loads, (load + prod(shape), owner[name]))
     return [
         Slot(name, shape, world, "copy" if world == 1 or not shape else split, owner.get(name, 0))
         for name, shape in tensors
