@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 import warnings
@@ -11,6 +10,7 @@ import pytest
 import torch
 from native_case import assert_same_bits, rough
 from torch import Tensor
+from triton_case import interpret, needs_interpreter
 
 from zeroshard.codec import Cast, Codec, Int4, Int8, LowRank, OneBit, Rows, Ternary, TopK, TwoBit, gpu
 from zeroshard.native.codes import Blocks
@@ -111,13 +111,10 @@ def test_rows_and_low_rank_on_a_gpu() -> None:
     assert torch.allclose(sent + state["residual"], wanted, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() or importlib.util.find_spec("triton") is None,
-    reason="Triton's interpreter stands in where Triton is installed and no GPU is there",
-)
+@needs_interpreter
 @pytest.mark.parametrize("codec", INTEGERS, ids=repr)
 def test_the_kernels_in_the_interpreter(codec: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret(monkeypatch)
     for numel in (1, 33, 4096 + 257):
         values = rough(numel, 1, edges=numel > 21)
         kept = [rough(numel, 2, edges=False) * 0.1 for _ in range(2)]

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 import zeroshard as zs
 from zeroshard import build
-from zeroshard.native import join, split
+from zeroshard.native import halves, join, split
 from zeroshard.step import WIDEN_BYTES
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -147,9 +147,10 @@ def test_delays_in_copies_change_no_bit(master: str, monkeypatch: pytest.MonkeyP
 
 
 def test_the_halves_of_a_master_are_those_of_the_host() -> None:
+    assert halves._kernels(torch.device("cuda", torch.cuda.current_device())) is not None, "Triton compiles"
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     for low in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
-        master = (upper | low).view(torch.float32)
+        master = (upper | low).view(torch.float32)[: -3 if low & 1 else None]
         weight, remainder = split(master.cuda())
         want = split(master)
         assert torch.equal(weight.cpu().view(torch.int16), want[0].view(torch.int16))

@@ -1,24 +1,19 @@
-"""Codes on a GPU. Triton comes with torch's GPU builds; where it is missing or cannot compile, torch computes
-the same bits in more passes, and one line says so."""
+"""Codes on a GPU, in Triton or, bit for bit, in torch; see `programs`."""
 
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroshard.native import programs
 from zeroshard.native.codes import Blocks
-
-_log = logging.getLogger("zeroshard")
 
 # Values that a program takes, as in gpu_kernels. Longer blocks than this are for torch.
 TILE = 4096
-_WARPS = 4
 
 
 def encode(form: Blocks, values: Tensor, residual: Tensor | None, scales: Tensor, packed: Tensor) -> bool:
@@ -30,7 +25,7 @@ def encode(form: Blocks, values: Tensor, residual: Tensor | None, scales: Tensor
     if salt is not None and salt >> 31:
         salt -= 1 << 32  # the same bits as a signed number, which is what Triton takes it for
     given = (values, residual, scales, packed.view(torch.int8), values.numel(), salt)
-    _start(kernels.encode_blocks, given, *_programs(form, values.numel()), **_shape(form))
+    programs.start(kernels.encode_blocks, given, *_programs(form, values.numel()), **_shape(form))
     return True
 
 
@@ -40,7 +35,7 @@ def decode(form: Blocks, scales: Tensor, packed: Tensor, out: Tensor, add: bool)
     if kernels is None:
         return False
     given = (scales, packed.view(torch.int8), out, out.numel())
-    _start(kernels.decode_blocks, given, *_programs(form, out.numel()), ADD=add, **_shape(form))
+    programs.start(kernels.decode_blocks, given, *_programs(form, out.numel()), ADD=add, **_shape(form))
     return True
 
 
@@ -50,18 +45,8 @@ def widen(halves: Tensor, out: Tensor, add: bool) -> bool:
     if kernels is None:
         return False
     whole, rest = divmod(out.numel(), TILE)
-    _start(kernels.widen, (halves, out, out.numel()), whole, int(rest > 0), ADD=add)
+    programs.start(kernels.widen, (halves, out, out.numel()), whole, int(rest > 0), ADD=add)
     return True
-
-
-def _start(kernel: Any, given: Sequence[Any], whole: int, rest: int, **options: Any) -> None:
-    """Programs without masks over whole tiles, then masked ones over the rest."""
-    with torch.cuda.device_of(given[0]):
-        for programs, masked in ((whole, False), (rest, True)):
-            if programs:
-                kernel[(programs,)](
-                    *given, **options, MASKED=masked, num_warps=_WARPS, enable_fp_fusion=False
-                )
 
 
 def _shape(form: Blocks) -> dict[str, int]:
@@ -87,22 +72,17 @@ def _kernels_for(tensor: Tensor, form: Blocks | None = None) -> ModuleType | Non
 @functools.cache
 def _kernels(device: torch.device) -> ModuleType | None:
     """The kernels, tried once; None where torch has to do their work."""
-    try:
+
+    def load() -> ModuleType:
         from zeroshard.codec import gpu_kernels
 
-        _try(gpu_kernels, device)
-    except Exception as reason:  # whatever keeps Triton from compiling, the answer is the same
-        _log.warning(
-            "codecs run in torch on %s, in more passes over memory than with Triton, because %s",
-            device,
-            reason,
-        )
-        return None
-    return gpu_kernels
+        return gpu_kernels
+
+    return programs.tried(load, lambda kernels: _try(kernels, device), f"codecs run in torch on {device}")
 
 
 def _try(kernels: Any, device: torch.device) -> None:
     halves, out = torch.ones(4, dtype=torch.bfloat16, device=device), torch.ones(4, device=device)
-    _start(kernels.widen, (halves, out, 4), 0, 1, ADD=True)
+    programs.start(kernels.widen, (halves, out, 4), 0, 1, ADD=True)
     if out.tolist() != [2.0] * 4:
         raise RuntimeError("it computes wrong sums here")

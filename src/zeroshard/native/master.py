@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 
 from zeroshard.errors import OptionError
-from zeroshard.native import abi, checks, fallback, loader
+from zeroshard.native import abi, checks, fallback, halves, loader
 
 Ties = Literal["even", "away"]
-DEVICE_CHUNK = 1 << 24  # elements at a time on a device: what is made meanwhile takes some ten bytes for each
+DEVICE_CHUNK = 1 << 24  # elements at a time on a device without Triton: meanwhile ten bytes for each
 
 
 def split(
@@ -28,7 +28,8 @@ def split(
         out = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     weight, remainder = out
     if master.device.type != "cpu":
-        fallback.split(master, weight, remainder, DEVICE_CHUNK)
+        if not halves.split(master, weight, remainder):
+            fallback.split(master, weight, remainder, DEVICE_CHUNK)
         return out
     checks.flat("split", "master", master, (torch.float32,))
     checks.flat("split", "weight", weight, (torch.bfloat16,), master.numel())
@@ -45,7 +46,8 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 master, bit for bit, that `split` took apart; on the same device."""
     master = torch.empty_like(weight, dtype=torch.float32)
     if weight.device.type != "cpu":
-        fallback.join(weight, remainder, master, DEVICE_CHUNK)
+        if not halves.join(weight, remainder, master):
+            fallback.join(weight, remainder, master, DEVICE_CHUNK)
         return master
     checks.flat("join", "weight", weight, (torch.bfloat16,))
     checks.flat("join", "remainder", remainder, (torch.int16,), weight.numel())
