@@ -36,7 +36,7 @@ def measured(world: int, shape: tuple[int, int]) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # several would spin while they wait, on a machine that is shared
     one_run(shape)
     return one_run(shape) | {"world": world, "blocks": shape[0], "width": shape[1]}
 
@@ -177,7 +177,7 @@ def main() -> None:
         "hardware": hardware(),
         "torch": version("torch"),
         "commit": commit(),
-        "command": "python benchmarks/large_world.py",
+        "command": " ".join(["python benchmarks/large_world.py", *sys.argv[1:]]),
     }
     path.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
     head = [

@@ -198,9 +198,9 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
         yield
 
 
-def refresh_away(self: Bundle, plain: Callable[..., None], written: bool = False) -> None:
+def refresh_away(self: Bundle, plain: Callable[..., None], *how: bool) -> None:
     """Weights of a plain master on the device, rounded as a split one must."""
-    plain(self, written)
+    plain(self, *how)
     if self.master is not None:
         for weight, master in zip(self._compute, self._local, strict=True):
             if weight.dtype == torch.bfloat16:

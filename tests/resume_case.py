@@ -219,6 +219,8 @@ def first(
     cut = Cut(recipe, options, rows)
     seed(7 + cut.rank)
     cut.train(0, half)
+    if "gather" in options:
+        cut.weights()  # looked at between step and save, weights have been sent already
     saved = cut.run.save(
         path, extra={"at": half, "order": torch.arange(3)}, background=background, **cut.company
     )

@@ -132,6 +132,7 @@ def test_unknown_option() -> None:
     ({"precision": 16}, r"precision=16 must be a Precision, or one of bf16, fp16, fp32"),
     ({"bucket_bytes": "many"}, r"bucket_bytes='many' is not a size"),
     ({"bucket_bytes": 0}, r"bucket_bytes=0 must be more than zero bytes"),
+    ({"clip_norm": "1"}, r"clip_norm='1' must be above zero"),
     ({"prefetch": -1}, r"prefetch=-1 must be a number of units"),
     ({"split": "row"}, r"split='row' is not one of auto, rows, level, whole\. Did you mean \"rows\"\?"),
     ({"buffers": "none"}, r"buffers='none' is not one of broadcast, local"),

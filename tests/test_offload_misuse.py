@@ -18,7 +18,7 @@ from offload_case import batch, make_model
 
 import zeroshard as zs
 from zeroshard import host
-from zeroshard.errors import OptionError, StateError, TierError
+from zeroshard.errors import ModelError, OptionError, StateError, TierError
 from zeroshard.testing import ranks
 from zeroshard.tier import Copies
 
@@ -59,7 +59,9 @@ OFFLOADS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "device"}, r"offloads nothing"),
     ({"optimizer": "device", "moments": "int8", "parameters": "host"}, r"belongs to the host update"),
     ({"optimizer": "device", "parameters": "host", "master": "split"}, r"so the two rest together"),
-    ({"stages": 1}, r"Offload\.stages=1: at least two"),
+    ({"stages": 1}, r"Offload\.stages=1 must be a whole number, 2 or more"),
+    ({"stages": 2.5}, r"Offload\.stages=2\.5 must be a whole number, 2 or more"),
+    ({"threads": 0}, r"Offload\.threads=0 must be a whole number, 1 or more"),
     ({"stage_bytes": 0}, r"Offload\.stage_bytes=0 must be more than zero"),
 ]
 
@@ -68,6 +70,15 @@ OFFLOADS: list[tuple[dict[str, Any], str]] = [
 def test_an_offload_that_means_nothing(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         zs.Offload(**given)
+
+
+def test_state_of_two_optimizers() -> None:
+    model = torch.nn.Linear(2, 2)
+    first, second = torch.optim.AdamW(model.parameters()), torch.optim.SGD([model.bias], lr=0.1)
+    with pytest.raises(ModelError, match=r"`bias` is in two optimizers, and with offload= its state rests"):
+        zs.shard(model, [first, second], offload=zs.Offload())
+    with pytest.raises(ModelError, match=r"the same optimizer twice: list each once"):
+        zs.shard(model, [first, first])
 
 
 def refuse_streaming_at_stage_two() -> str:

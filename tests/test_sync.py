@@ -318,7 +318,7 @@ def test_ranks_apart_refuse_to_save_and_meet_when_asked() -> None:
 def test_ranks_that_are_equal_have_nothing_to_synchronise(monkeypatch: pytest.MonkeyPatch) -> None:
     rewritten: list[bool] = []
     refresh = Bundle.refresh
-    monkeypatch.setattr(Bundle, "refresh", lambda self, by: (rewritten.append(by), refresh(self, by))[1])
+    monkeypatch.setattr(Bundle, "refresh", lambda self, *by: (rewritten.append(by[0]), refresh(self, *by))[1])
     model = models.build("mlp")
     optimizer = adamw(model)
     run = zs.shard(model, optimizer, precision="bf16", offload=zs.Offload(), clip_norm=1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -36,10 +38,26 @@ def refuse_misuse(model: nn.Module, optimizers: list[Optimizer], options: Option
                 f"{len(optimizer.state)} parameters. Call shard() before the first step, then load a "
                 "checkpoint."
             )
+    _refuse_two_owners(model, optimizers, options)
     if options.recompute and isinstance(options.recompute, bool) and options.units == "none":
         raise OptionError(
             'recompute=True recomputes units, and units="none" leaves none: name units, or drop recompute.'
         )
+
+
+def _refuse_two_owners(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
+    """Offloaded state is that of one optimizer; and one that is listed twice is a slip."""
+    if len({id(o) for o in optimizers}) < len(optimizers):
+        raise ModelError("shard() got the same optimizer twice: list each once.")
+    if options.offload is None:
+        return
+    held = Counter(id(p) for o in optimizers for group in o.param_groups for p in group["params"])
+    for name, parameter in model.named_parameters():
+        if held[id(parameter)] > 1:
+            raise ModelError(
+                f"`{name}` is in two optimizers, and with offload= its state rests with one of them. Take it "
+                "out of the other, or drop offload=."
+            )
 
 
 def device_of(model: nn.Module) -> torch.device:

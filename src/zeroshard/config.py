@@ -192,8 +192,7 @@ class Offload:
     - `undo`: whether gradients are kept until the norm is known (2 bytes a parameter on the device), so that
       updates can wait for it or be taken back. Without it every update begins at once, and a norm above
       `clip_norm` is an error.
-    - `threads`: worker threads for the update (default: the cores this process may use, less two that launch
-      work).
+    - `threads`: worker threads for the update (default: the cores that this process may use, less two).
     - `stages`, `stage_bytes`: how many parts of the middle size the pinned staging memory between device and
       host has room for, and how many berths there are between disk and host; gradients go out in parts of
       that size.
@@ -230,8 +229,10 @@ class Offload:
         self._check_device()
         self._check_tiers()
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
-        if self.stages < 2:
-            raise OptionError(f"Offload.stages={self.stages}: at least two buckets must be in flight.")
+        for name, least in (("stages", 2), ("threads", 1)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= least):
+                raise OptionError(f"Offload.{name}={value!r} must be a whole number, {least} or more.")
 
     def _check_device(self) -> None:
         """What state that stays on the device rules out."""
@@ -331,7 +332,9 @@ class Options:
             put(self, "recompute", patterns(self.recompute, "recompute"))
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise OptionError(f"offload={self.offload!r} must be a zs.Offload(...).")
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if self.clip_norm is not None and not (
+            isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0
+        ):
             raise OptionError(
                 f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
             )

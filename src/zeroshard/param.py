@@ -203,11 +203,12 @@ class Bundle:
         return isinstance(self.coded, ChangedRows)
 
     @torch.no_grad()
-    def refresh(self, written: bool = False) -> None:
+    def refresh(self, written: bool = False, repeats: bool = False) -> None:
         """Bring this rank's compute rows up to date with its master rows, and the peers' window with the
         compute rows.
 
         `written`: someone wrote the master rows, so that those which the host updates are out of date too.
+        `repeats`: what was loaded had been shown to the peers before it was saved.
         """
         if self.master is not None:
             if self.rows is not None:
@@ -221,6 +222,7 @@ class Bundle:
                 if written or index not in self.updated_by_host:
                     row.copy_(local)
         if self.coded is not None:
+            self.coded.repeat(repeats)
             self.coded.encode(self._piece)
         if self._mirrored:
             assert self.region is not None

@@ -83,6 +83,10 @@ class CodedRows(Guarded):
     def _prepare(self, values: Tensor) -> None:
         """Make of the rows what is encoded: the rows."""
 
+    def repeat(self, last: bool) -> None:
+        """The rows that were loaded had been encoded before they were saved: draw as then."""
+        self.drawn -= int(last)
+
     def fetch(self, kind: str, stage: Tensor) -> Work:
         rank = self.transport.rank
         out = [
@@ -135,9 +139,18 @@ class ChangedRows(CodedRows):
 
     def _begin(self, ledger: Ledger) -> None:
         self._coming: tuple[Tensor, Work] | None = None  # changes that are not in `believed` yet
+        self._known = False  # the next rows are believed already: nothing is sent
         self.believed = torch.zeros(self.pack.wire, device=self.pool.device)
         self._holes = [self.believed[at : at + n] for at, n in holes(self.pack)]
         ledger.book("parameters", self.believed.nbytes)
+
+    def repeat(self, last: bool) -> None:
+        """They are believed already, as far as their code went."""
+        self._known = last and bool(self.believed.any())
+
+    def encode(self, piece: Tensor) -> None:
+        if not self._known:
+            super().encode(piece)
 
     def _prepare(self, values: Tensor) -> None:
         self.catch_up()
@@ -150,6 +163,9 @@ class ChangedRows(CodedRows):
     def exchange(self, kind: str, piece: Tensor) -> None:
         """Start to fetch the changes of all ranks. Every rank calls it once a step, after `encode`. Where
         nothing is believed yet, the rows travel as they are."""
+        if self._known:
+            self._known = False
+            return
         if self._turn == 1 and not bool(self.believed.any()):
             self._settle(kind, piece)
             return

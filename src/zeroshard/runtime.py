@@ -68,8 +68,8 @@ class Runtime:
         self.steps = 0
         self.closed = False
         self.reader: Reader | None = None  # a background save that may still be copying state
-        self._stale = True  # homes are newer than what the leaves hold
-        self._rewritten = False  # by someone else than the optimizer
+        self.stale = True  # homes are newer than what the leaves hold
+        self._rewritten = self.repeats = False  # by another than the optimizer; with what peers know already
         self._epoch = 0
         self._active = 0  # units entered and not left
         self._keep_full = False
@@ -156,15 +156,15 @@ class Runtime:
 
     def publish(self) -> None:
         """Let the peers have this rank's newest rows. Not done by `step`: loops write parameters after it."""
-        if self._stale:
+        if self.stale:
             if self._host_updates is not None and (self.transport.size > 1 or self._rewritten):
                 self._host_updates.drain()  # peers will read this rank's rows
             for bundle in self._refreshed:
-                bundle.refresh(self._rewritten)
-            self._rewritten = False
+                bundle.refresh(self._rewritten, self.repeats)
+            self._rewritten = self.repeats = False
             self.transport.open()
             self._epoch += 1
-            self._stale = False
+            self.stale = False
             for bundle in self._handed_on:
                 bundle.exchange()
                 if bundle.resident and self._overlaps:
@@ -322,7 +322,7 @@ class Runtime:
             self._settle()
             with self.host.stepped(update.optimizer) if self.host is not None else nullcontext():
                 self.pace.step(update, step)
-        self._stale = True
+        self.stale = True
         self.steps += 1
 
     @torch.no_grad()
@@ -358,7 +358,7 @@ class Runtime:
 
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
-        self._stale = self._rewritten = True
+        self.stale, self._rewritten, self.repeats = True, True, False
         self.pace.rewritten()
 
     def before_change(self, in_step: bool = False) -> None:
@@ -376,7 +376,7 @@ class Runtime:
         if self.pace.forget(optimizer):
             self.before_change()
             self.pace.turn()
-            self._stale = True
+            self.stale = True
         if self.unsynced:
             for param in self.params:
                 param.leaf.grad = None

@@ -83,6 +83,8 @@ def _value(value: Any, deep: int = 3) -> str:
         fields = [(k, v) for k, v in value.items() if k != "type" and v is not None]
         inner = ", ".join(f"{_printable(str(k))}={_value(v, deep - 1)}" for k, v in fields[:_SHOWN])
         return f"{_printable(str(value.get('type', '')))}({inner})"
+    if isinstance(value, list) and deep:
+        return f"[{', '.join(_value(item, deep - 1) for item in value[:_SHOWN])}]"
     plain = isinstance(value, str | int | float | None)
     return _printable(str(value))[:80] if plain else "…"
 

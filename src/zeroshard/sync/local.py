@@ -181,6 +181,8 @@ class LocalPace(Pace):
         return self._unused and optimizer in (None, self.updates[-1].optimizer)
 
     def turn(self) -> None:
+        if self._moved:  # and this rank has left the step out
+            self.settle()
         self._unused = False
         self.count += 1
         steps, parts = self.policy.steps, len(self.fragments)
