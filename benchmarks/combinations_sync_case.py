@@ -93,13 +93,21 @@ class Case:
         return options
 
     def exact(self) -> Case | None:
-        """The same without codecs that may change nothing; `None` where it has none."""
+        """The same without codecs that may change nothing; `None` where it has none, and between nodes, where
+        codes are added in another order than numbers."""
+        if ("transport", "nodes") in self.options:
+            return None
         kept = tuple(
             (name, value)
             for name, value in self.options
             if not (name in ("compress", "gather") and isinstance(value, Same | zs.Rows))
         )
         return replace(self, options=kept) if len(kept) < len(self.options) else None
+
+    @property
+    def sends_anew(self) -> bool:
+        """What is written between steps travels as another change: less is left out than without it."""
+        return "write" in self.looks and "Delta" in str(dict(self.options).get("gather"))
 
     def other(self) -> Case:
         """Another configuration for the same model and optimizer, to load the checkpoint into."""
@@ -115,7 +123,7 @@ class Case:
             flags=self.flags,
             opt=self.opt,
             sched=self.sched,
-            scaled=self.scaled,
+            scaled=self.scaled and not delayed,  # a scaler does not wait for gradients
             boom=(),
             no_sync=delayed or drawn.no_sync,
             options=tuple(options.items()),

@@ -292,11 +292,12 @@ def cut(case: Case, path: str) -> dict[str, Any]:
     life = Life(case)
     life.train(0, CUT, look=True)
     life.run.synchronise()
+    middle = life.weights()
     promise: Any = life.run.save(path, extra={"at": CUT}, background=case.background, **life.company)
     life.train(CUT, STEPS)
     if case.background:
         promise.wait()
-    return life.end()
+    return life.end(middle)
 
 
 def resumed(case: Case, path: str) -> dict[str, Any]:

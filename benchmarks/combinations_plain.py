@@ -1,0 +1,160 @@
+"""A combination by hand, in plain PyTorch and one process: what ZeroShard's run has to equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from combinations_case import CLIPS, STEPS, Case
+from combinations_model import (
+    Net,
+    batch,
+    late_group,
+    model_of,
+    optimizers_of,
+    schedules_of,
+    set_frozen,
+    skipped_block,
+    unseen,
+)
+from torch import Tensor, nn
+
+SCALE = 1024.0  # of the loss, under fp16
+PLAIN_LIMIT, VALUE_LIMIT = 0.5, 0.05
+LATE_STEP, FIRST_CLOSE = 3, 4
+
+
+@dataclass
+class Trained:
+    """What is compared: the mean loss of each step, what evaluations said, and the weights."""
+
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
+
+
+def may_close(case: Case, step: int) -> bool:
+    """Whether a run may end here and plain training go on with its model and optimizer."""
+    return case.world == 1 and case.wide and step >= FIRST_CLOSE and not case.late_group
+
+
+def write(weights: Mapping[str, Tensor]) -> None:
+    """What the event "write gathered" changes."""
+    with torch.no_grad():
+        weights["norm.weight"].mul_(0.9)
+        weights["blocks.0.down.weight"].add_(0.01)
+
+
+def clip(case: Case, model: nn.Module, limit: float | None) -> None:
+    """Torch's own clipping: to a norm if one is given, by value if the case says so."""
+    graded = [p for p in model.parameters() if p.grad is not None]
+    if limit is not None:
+        nn.utils.clip_grad_norm_(graded, limit)
+    if case.clip == "value":
+        nn.utils.clip_grad_value_(graded, VALUE_LIMIT)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+class Plain:
+    """The training of a case in one process, all ranks' batches one after another."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.model = case, model_of(case)
+        self.optimizers = optimizers_of(case, self.model)
+        self.schedules = schedules_of(case, self.optimizers)
+        self.found = Trained(first=weights_of(self.model))
+        narrow = {"none": None, "fp16": torch.float16}.get(case.precision, torch.bfloat16)
+        self.computed: torch.dtype | None = narrow
+        sums = {"bf16, fp32 sums": torch.float32, "fp16": torch.float32}
+        self.landed = sums.get(case.precision, narrow)
+        self.scale = SCALE if case.precision == "fp16" else 1.0
+        self.graded: set[str] = set()
+
+    def kept(self, name: str) -> bool:
+        """Whether a parameter is computed with as it is."""
+        return self.case.precision == "bf16, norms kept" and "norm" in name
+
+    def computing(self) -> Net:
+        """The model that computes: of low precision, where the case says so."""
+        model = copy.deepcopy(self.model)
+        for name, parameter in model.named_parameters():
+            parameter.grad = None
+            if self.computed is not None and not self.kept(name):
+                parameter.data = parameter.data.to(self.computed)
+        return model
+
+    def train(self) -> Trained:
+        saved, closed = None, False
+        for step in range(STEPS):
+            for event in self.case.events.get(step, ()):
+                closed = closed or (event == "close" and may_close(self.case, step))
+                if event == "write gathered":
+                    write(dict(self.model.named_parameters()))
+                if event == "save" and not closed:
+                    saved = self.state()
+                if event == "load" and not closed and saved is not None:
+                    self.restore(saved)
+                if event in ("evaluate", "kept full", "infer"):
+                    with torch.no_grad():
+                        self.found.evaluations.append(
+                            self.computing().eval()(unseen(self.case))["loss"].item()
+                        )
+            set_frozen(self.case, self.model, step)
+            if self.case.late_group and step == LATE_STEP:
+                self.optimizers[0].add_param_group(late_group(self.model))
+            self.backward(step)
+            if not self.case.has("skip step", step):
+                self.update()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        self.found.weights = weights_of(self.model)
+        return self.found
+
+    def owners(self) -> list[Any]:
+        return [self.model, *self.optimizers, *self.schedules]
+
+    def state(self) -> list[dict[str, object]]:
+        return copy.deepcopy([o.state_dict() for o in self.owners()])
+
+    def restore(self, saved: list[dict[str, object]]) -> None:
+        for owner, state in zip(self.owners(), saved, strict=True):
+            owner.load_state_dict(copy.deepcopy(state))
+
+    def backward(self, step: int) -> None:
+        """Gradients of all ranks, rounded where they travel, then their mean, rounded where it lands."""
+        case, sums, losses = self.case, dict[str, Tensor](), []
+        for rank in range(case.world):
+            model = self.computing()
+            for micro in range(case.accumulate):
+                loss = model(batch(case, step, rank, micro), skipped_block(case, step))["loss"]
+                losses.append(loss.item())
+                (loss * self.scale / case.accumulate).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    wide = torch.promote_types(parameter.dtype, torch.float32)
+                    sums[name] = parameter.grad.to(wide) + sums.get(name, 0)
+        self.found.losses.append(sum(losses) / len(losses))
+        for name, parameter in self.model.named_parameters():
+            if name in sums:
+                mean = sums[name] / case.world
+                if self.landed is not None and not self.kept(name):
+                    mean = mean.to(self.landed).float()
+                parameter.grad = mean / self.scale
+            elif case.zero == "to zeros" and name in self.graded:
+                parameter.grad = torch.zeros_like(parameter)
+        self.graded |= sums.keys()
+
+    def update(self) -> None:
+        limit = PLAIN_LIMIT if self.case.clip == "plain" else CLIPS.get(self.case.clip)
+        clip(self.case, self.model, limit)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for schedule in self.schedules:
+            schedule.step()
