@@ -191,3 +191,30 @@ def closed(steps: int) -> str:
 def test_a_run_that_is_closed_between_meetings_says_so() -> None:
     assert "Call run.synchronise() before it for one model" in ranks(WORLD).run(closed, EVERY + 1)[0]
     assert ranks(WORLD).run(closed, EVERY) == ["", ""]
+
+
+def scales(folder: Path) -> list[float]:
+    """Of a rank, after loading: what every rank had made of its own."""
+    found = []
+    for again in (False, True):
+        model = models.build("mlp")
+        optimizer = adamw(model)
+        run = zs.shard(model, optimizer, stage=0, sync=MEAN)
+        scale = 2.0 ** (1 if again else 3 + run.rank)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+        for step in range(EVERY):
+            scaler.scale(model(batch(step, run.rank))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if again:
+            run.load(folder / "saved", scalers=[scaler])
+        else:
+            run.save(folder / "saved", scalers=[scaler])
+        run.close()
+        found.append(scaler.get_scale())
+    return found
+
+
+def test_each_rank_has_its_own_loss_scale_back(tmp_path: Path) -> None:
+    assert ranks(WORLD).run(scales, tmp_path) == [[8.0, 8.0], [16.0, 16.0]]

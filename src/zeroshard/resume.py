@@ -252,11 +252,11 @@ def adopt(
         _adopt_state(targets, values.get("plain_state", {}))
         for group, o, g in targets.groups:
             _set_options(group, values["optimizers"][o]["groups"][g]["options"])
-        _adopt_company(company, values)
-        _adopt_private(targets.private, loaded, runtime.transport.size, runtime.transport.rank)
         same_world = loaded.own is not None and loaded.world == runtime.transport.size
-        own_sync = loaded.own.get("sync", {}) if loaded.own is not None and same_world else {}
-        runtime.pace.adopt(values.get("sync", {}), own_sync)
+        own = loaded.own if loaded.own is not None and same_world else {}
+        _adopt_company(company, values, own)
+        _adopt_private(targets.private, loaded, runtime.transport.size, runtime.transport.rank)
+        runtime.pace.adopt(values.get("sync", {}), own.get("sync", {}))
         if loaded.own is not None:
             _adopt_own(runtime, model, loaded.own, same_world)
         runtime.steps, runtime.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
@@ -368,9 +368,9 @@ def _check_company(company: Company, manifest: Manifest) -> None:
             )
 
 
-def _adopt_company(company: Company, values: Mapping[str, Any]) -> None:
+def _adopt_company(company: Company, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for what, objects in (("schedulers", company.schedulers), ("scalers", company.scalers)):
-        for item, state in zip(objects, values.get(what, []), strict=False):
+        for item, state in zip(objects, own.get(what) or values.get(what, []), strict=False):
             if state:  # a disabled scaler has none
                 item.load_state_dict(_like(item.state_dict(), state))
 

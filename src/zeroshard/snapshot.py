@@ -279,6 +279,8 @@ def snapshot_of(
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
     own["sync"] = runtime.pace.own()
+    if runtime.pace.apart:  # a gradient that overflows on one rank changes the loss scale of that rank
+        own["scalers"] = [scaler.state_dict() for scaler in company.scalers]
     own["codes"] = [codes_of(part, rank, begun) for part in host_parts(runtime) if part.coded]
     held = [once_done(item, begun) for item in held] if begun else held
     return Snapshot(held, _values(runtime, company), own, {"plain_state": _plain_state(seats)})
