@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
@@ -54,12 +56,22 @@ def threads(
         thread.start()
     for thread in ranks:
         thread.join(60)
-    assert not any(thread.is_alive() for thread in ranks), "a rank hangs"
+    assert not any(thread.is_alive() for thread in ranks), "\n".join(_hanging(ranks))
     if not fails:
         for result in sorted(results, key=lambda result: isinstance(result, threading.BrokenBarrierError)):
             if isinstance(result, BaseException):
                 raise result
     return results
+
+
+def _hanging(ranks: list[threading.Thread]) -> list[str]:
+    """Where those are that do not end."""
+    frames = sys._current_frames()
+    return [
+        f"rank {rank} hangs:\n" + "".join(traceback.format_stack(frames[thread.ident]))
+        for rank, thread in enumerate(ranks)
+        if thread.ident in frames
+    ]
 
 
 class Ranks:
