@@ -115,7 +115,7 @@ lint() { "$VENV/bin/ruff" check .; }
 
 types() { "$VENV/bin/mypy"; }
 
-# Types, the tests that start no processes, and the later half of those that do.
+# Types, and the tests that start no processes.
 beside() {
     local failed=0
     types || failed=1
@@ -123,8 +123,8 @@ beside() {
     return $failed
 }
 
-# The second half of those that start processes, and ranks that fail as threads, in a process of their own: they wait for what a
-# busy interpreter takes too long for.
+# Ranks that fail as threads, in a process of their own (among all others one test waited for 60 s where it waits for 2 alone), and the second
+# half of the tests that start processes.
 later() {
     local failed=0
     "$PYTHON" -m pytest -m 'not ranks and not cuda' tests/test_comm_failures.py || failed=1
