@@ -119,18 +119,12 @@ types() { "$VENV/bin/mypy"; }
 beside() {
     local failed=0
     types || failed=1
-    "$PYTHON" -m pytest -m 'not ranks and not cuda' --ignore tests/test_comm_failures.py || failed=1
+    "$PYTHON" -m pytest -m 'not ranks and not cuda' || failed=1
     return $failed
 }
 
-# Ranks that fail as threads, in a process of their own (among all others one test waited for 60 s where it waits for 2 alone), and the second
-# half of the tests that start processes.
-later() {
-    local failed=0
-    "$PYTHON" -m pytest -m 'not ranks and not cuda' tests/test_comm_failures.py || failed=1
-    "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[n-z]*.py || failed=1
-    return $failed
-}
+# The second half of the tests that start processes.
+later() { "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[n-z]*.py; }
 
 chore=${1:-help}
 [ $# -eq 0 ] || shift

@@ -63,6 +63,19 @@ def test_a_mismatch_names_what_every_rank_waits_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_a_mismatch_right_after_a_long_wait_is_found_out(kind: str) -> None:
+    def body(transport: Transport) -> None:
+        if transport.rank == 1:
+            time.sleep(1.5)  # rank 0 has said by now that it waits for the region
+        wires = [transport.allocate(f"bucket {n}", 4, torch.float32) for n in range(2)]
+        wire = wires[transport.rank]
+        transport.reduce("gradients", wire.key, wire, [2, 2], torch.empty(2), 1.0).wait()
+
+    text = one_text(threads(kind, 2, body, fails=True))
+    assert "rank 0 waits for its gradients [bucket 0]; rank 1 waits for its gradients [bucket 1]" in text
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
 def test_a_slow_peer_is_no_mismatch(kind: str) -> None:
     def body(transport: Transport) -> float:
         if transport.rank == 1:

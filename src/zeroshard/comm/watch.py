@@ -54,6 +54,7 @@ class Watch:
         self._lock = threading.Lock()
         self._count = 0
         self._writer: object = None
+        self._wait: tuple[str, str, int] | None = None  # what the entry in the store is about
         self._looked = 0.0
         self._seen: list[Entry] = []
         self._since = 0.0
@@ -65,10 +66,11 @@ class Watch:
 
     def waiting(self, writer: object, label: str, lane: str = "", turn: int = 0) -> str | None:
         """Call from time to time in a long wait: the text of a mismatch, if this is one."""
-        now = time.monotonic()
+        now, wait = time.monotonic(), (label, lane, turn)
         with self._lock:
-            if self._writer is None:
-                self._writer = writer
+            # One wait may follow upon another before anybody could say that the first is over.
+            if self._writer is None or (self._writer is writer and wait != self._wait):
+                self._writer, self._wait = writer, wait
                 self._count += 1
                 self._write(Entry(self._count, label, lane, turn, dict(self.started)))
             elif self._writer is not writer or now - self._looked < _LOOK:
