@@ -218,7 +218,10 @@ def test_what_the_benchmark_says_of_its_rows(monkeypatch: pytest.MonkeyPatch) ->
     few["measured"]["host"] = 5 << 20
     assert plan_error.error(few, "host") is None
     assert "- host under 64 MiB: 1 cases, off by at most 2 MiB" in plan_error.summary([few])
-    assert plan_error.error(rows[-1], "step") is None
+    assert plan_error.error(rows[-1], "step") is None  # a simulated world, predicted with links
+    steady = rows[-1] | {"measured": rows[-1]["measured"] | {"warm_up": 3}, "machine": {"latency": 0.0}}
+    assert plan_error.error(steady, "step") == 8.0
+    assert plan_error.error(steady | {"measured": rows[-1]["measured"]}, "step") is None  # brief
     assert plan_error.error(row(1, 1) | {"offload": "none"}, "host") is None
     said = plan_error.summary([*rows, {"skipped": "too large", "world": 1}])
     assert said[0] == "- device: 7 of 7 within 3%, worst 0.0%; 7 within 1%"

@@ -6,9 +6,9 @@
     python benchmarks/gpu/plan_error.py --device cpu --sizes tiny --worlds 1 4 --seq 32 --steps 1
 
 Cases: sizes × stages × recomputation × offload on one rank, and one rank of simulated worlds (a fake process
-group, real computation and memory; their times have no communication, and are not compared). The micro-batch
-is the largest of --rows that is predicted to fit. After every case the JSON and the Markdown beside it are
-written anew, so a run that is cut off loses one case.
+group, real computation and memory; nothing is sent, and their steps are predicted for links that take no
+time; with --brief they are not compared). The micro-batch is the largest of --rows that is predicted to fit.
+After every case the JSON and the Markdown beside it are written anew, so a run that is cut off loses one case.
 """
 
 import argparse
@@ -102,12 +102,18 @@ class Worker:
 
 def error(row, what):
     """How far the prediction is off, as a share of what was measured; None where there is nothing."""
-    if "measured" not in row or (what == "step" and row["world"] > 1):
+    if "measured" not in row or (what == "step" and not timed(row)):
         return None
     if what == "host" and (row["offload"] == "none" or row["predicted"]["host"] < FEW):
         return None  # nothing of ours is there, or too little to be seen
     real = was(row, what)
     return row["predicted"][what] / real - 1 if real else None
+
+
+def timed(row):
+    """Whether its step is one to compare: a simulated world's only if it was predicted for links that take no
+    time, and reached its steady state."""
+    return row["world"] == 1 or ("warm_up" in row["measured"] and row["machine"]["latency"] == 0)
 
 
 def was(row, what):
@@ -126,12 +132,12 @@ def way(row):
 
 
 def ranked(rows):
-    """Pairs of the same model and batch on one rank whose measured steps differ by over 10 %: how many are
+    """Pairs of the same model, world and batch whose measured steps differ by over 10 %: how many are
     predicted in the right order, of how many."""
-    timed = [row for row in rows if error(row, "step") is not None]
+    compared = [row for row in rows if error(row, "step") is not None]
     right = pairs = 0
-    for a, b in itertools.combinations(timed, 2):
-        if (a["size"], a["rows"]) != (b["size"], b["rows"]) or way(a) == way(b):
+    for a, b in itertools.combinations(compared, 2):
+        if any(a[name] != b[name] for name in ("size", "world", "rows")) or way(a) == way(b):
             continue
         one, two = sorted((a, b), key=lambda row: was(row, "step"))
         if was(two, "step") > APART * was(one, "step"):
@@ -215,7 +221,8 @@ def write(path, facts, rows):
         "",
         f"torch {facts['torch']}, commit {facts['commit']}, `{facts['command']}`. Llama-shaped, bf16 with "
         f"fp32 master and AdamW, {facts['seq']} tokens a row. Device: the allocator's most allocated bytes; "
-        "host: resident memory over what the process had before. Worlds of more than one rank are simulated.",
+        "host: resident memory over what the process had before. Worlds of more than one rank are simulated: "
+        "nothing is sent, and their steps are predicted for links that take no time.",
         "",
         *([facts["note"], ""] if facts.get("note") else []),
         *steadiness(rows),

@@ -1,7 +1,8 @@
 """What the planner says of some ways to train a Llama-shaped model, and what they then take: a JSON line for
 each case, read from the standard input. Started by `plan_error.py`, once for each size and world.
 
-A world of more than one rank is simulated: a fake process group, one rank's real memory and computation.
+A world of more than one rank is simulated: a fake process group, one rank's real memory and computation. Its
+exchanges take no time, so its step is predicted for links that take none.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from zeroshard.testing import PeakBytes  # noqa: E402
 CLIP = 100.0
 ROOM = 0.92  # of the device: what a case may be predicted to take
 MOST_WARM, SECONDS = 8, 1.5  # steps before those that count, and how long these go on at least
+NO_LINKS = {"link": 1e18, "network": 1e18, "latency": 0.0}  # of a simulated world
 ON_DEVICE = ("parameters", "gradients", "state", "gathered", "buckets")
 
 
@@ -327,7 +329,7 @@ def main():
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world)
-    machine = here(device)
+    machine = replace(here(device), **(NO_LINKS if args.world > 1 else {}))
     if device.type == "cuda":
         warm_up(device)
     memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else machine.memory
