@@ -8,7 +8,7 @@
 Cases: sizes × stages × recomputation × offload on one rank, and one rank of simulated worlds (a fake process
 group, real computation and memory; nothing is sent, and their steps are predicted for links that take no
 time; with --brief they are not compared). The micro-batch is the largest of --rows that is predicted to fit.
-After every case the JSON and the Markdown beside it are written anew, so a run that is cut off loses one case.
+After every case the JSON and the Markdown beside it are written anew: a run that is cut off loses one case.
 """
 
 import argparse

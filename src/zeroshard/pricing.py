@@ -44,6 +44,9 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     exchange = _exchange(setup, machine, sent)
     gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
     alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
+    whole = setup.reduces and setup.options.stage == 0  # gradients come back from their owners when backward is over
+    if whole and setup.overlaps:
+        alone = exchange / 2
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
     beside = {"compute": compute, "exchange": exchange - alone}
     held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.bundles), default=4)
@@ -64,8 +67,9 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
         if setup.parts and all(part.native for part in setup.parts):
             # Between its last update and the next gradient the host waits for the root.
             root = sum(_compute(setup, [s for s in segments if not s.unit], machine))
-            beside["host update"] = update + root
-            beside["compute"] += _awaited(setup, update / away, width / machine.pcie, update - computed[1])
+            beside["host update"] = update + root + (computed[1] if whole else 0.0)
+            behind = update - (0.0 if whole else computed[1])
+            beside["compute"] += _awaited(setup, update / away, width / machine.pcie, behind)
         else:
             last += update
     if held["disk"]:
