@@ -44,7 +44,8 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     exchange = _exchange(setup, machine, sent)
     gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
     alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
-    whole = setup.reduces and setup.options.stage == 0  # gradients come back from their owners when backward is over
+    # Stage 0: gradients come back from those who added them up when backward is over.
+    whole = setup.reduces and setup.options.stage == 0
     if whole and setup.overlaps:
         alone = exchange / 2
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
