@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 WINDOW = 3  # of Adaptive: steps that it measures of each choice
+AGREED = 8  # windows of which ranks agree once, when it has settled
 APART = (8, 32)  # local steps
 ROUNDS = 3  # that a system is timed for, at least
 PATIENCE = 600  # steps within which Adaptive must have settled
@@ -176,7 +177,8 @@ def measure(task: Task, entry: Entry) -> Timing:
         spent = trainer.stats() - before
         waited = sum(spent.waited.values()) / took
         note = settled(trainer.stats())
-        if entry.settles:  # few rounds have an agreement in them, and the quartile would leave it out
+        if entry.settles and length < AGREED * WINDOW:  # else every round has an agreement in it
+            # Few rounds have one, and the quartile would leave it out.
             step += spent.waited.get("agree", 0.0) / steps
     dist.barrier()
     trainer.close()
