@@ -18,7 +18,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("native",),
     (
+        "sizes",
         "policy",
+        "offload",
         "config",
         "layout",
         "placement",
@@ -81,6 +83,8 @@ BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "te
 
 NO_TORCH = {
     "errors",
+    "sizes",
+    "offload",
     "layout",
     "placement",
     "shapes",

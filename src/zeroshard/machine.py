@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .config import did_you_mean
-from .errors import OptionError
+from .errors import OptionError, did_you_mean
 
 
 @dataclass(frozen=True)

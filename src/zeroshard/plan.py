@@ -17,9 +17,10 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from .codec import from_settings
-from .config import Numerics, Options, Stage, show_apart, show_bytes
+from .config import Numerics, Options, Stage
 from .errors import OptionError, PlanError
 from .placement import Place, Placement
+from .sizes import show_apart, show_bytes
 
 FORMAT = 2
 Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]

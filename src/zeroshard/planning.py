@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from .blueprint import blocks_of, rules_of, shape_text, weights_of
 from .choice import choose
-from .config import OptionKeys, Options, Precision, did_you_mean, parse_bytes
-from .errors import OptionError, PlanError
+from .config import OptionKeys, Options, Precision
+from .errors import OptionError, PlanError, did_you_mean
 from .frames import Frame, frames_of
 from .machine import Machine
 from .machine import machine as find_machine
@@ -23,6 +23,7 @@ from .memory import Setup
 from .plan import Plan, options_of
 from .planner import Question, placing_of
 from .shapes import Block
+from .sizes import parse_bytes
 from .timeline import Segment
 from .unfit import refuse_model, refuse_optimizers
 from .units import matching

@@ -11,8 +11,7 @@ from typing import Literal
 
 from torch import nn
 
-from .config import did_you_mean
-from .errors import ModelError, OptionError
+from .errors import ModelError, OptionError, did_you_mean
 
 
 @dataclass

@@ -38,8 +38,8 @@ from zeroshard.checkpoint.tensorfile import TensorFileWriter
 from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.values import joined, pack
 from zeroshard.checkpoint.wording import quoted
-from zeroshard.config import show_apart
 from zeroshard.errors import CheckpointError
+from zeroshard.sizes import show_apart
 
 _VISIBLE = 5.0  # seconds
 
