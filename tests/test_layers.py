@@ -65,7 +65,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("part", "eligible", "unfit", "blueprint"),
     ("live", "due"),
     ("host",),
-    ("place", "wiring"),
+    ("place", "wiring", "supply"),
     ("runtime",),
     ("build", "hooks", "checkpoint", "planning", "measure", "net"),
     ("launch",),
