@@ -123,8 +123,12 @@ class Case:
 
     @property
     def sends_anew(self) -> bool:
-        """What is written between steps travels as another change: less is left out than without it."""
-        return "write" in self.looks and "Delta" in str(dict(self.options).get("gather"))
+        """What is written between steps travels once more: as another change, which leaves out less than was
+        left out without it, or rounded by other dice."""
+        gather = str(dict(self.options).get("gather"))
+        return bool({"write", "state"} & set(self.looks)) and (
+            "Delta" in gather or "stochastic=True" in gather
+        )
 
     def other(self) -> Case:
         """Another configuration for the same model and optimizer, to load the checkpoint into."""
