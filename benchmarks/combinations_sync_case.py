@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import random
 from collections.abc import Callable
@@ -105,6 +106,22 @@ class Case:
         return replace(self, options=kept) if len(kept) < len(self.options) else None
 
     @property
+    def accumulates_apart(self) -> bool:
+        """Micro-batches but the last are under `no_sync`: asked for, or else refused."""
+        updates_early = self.offload is not None and "clip_norm" in dict(self.options)
+        return self.no_sync or updates_early
+
+    @property
+    def precision(self) -> zs.Precision:
+        given = dict(self.options).get("precision") or "fp32"
+        return zs.Precision(given) if isinstance(given, str) else given
+
+    def compute_dtype(self, name: str) -> Any:
+        """In which a parameter is multiplied."""
+        kept = any(fnmatch.fnmatch(name, pattern) for pattern in self.precision.keep)
+        return torch.float32 if kept else getattr(torch, self.precision.compute)
+
+    @property
     def sends_anew(self) -> bool:
         """What is written between steps travels as another change: less is left out than without it."""
         return "write" in self.looks and "Delta" in str(dict(self.options).get("gather"))
@@ -137,11 +154,7 @@ class Case:
         found += [f"compress {name}" for name in names(options.get("compress"))]
         found += [f"gather {name}" for name in names(options.get("gather"))]
         found += [f"sync {name}" for name in names(options.get("sync"))]
-        precision = options.get("precision")
-        compute = (
-            zs.Precision(precision).compute if isinstance(precision, str) else precision and precision.compute
-        )
-        found.append(f"precision {compute or 'float32'}")
+        found.append(f"precision {self.precision.compute}")
         found += [f"offload {value}" for name, value in self.offload or () if name == "optimizer"]
         found += [f"offload parameters {value}" for name, value in self.offload or () if name == "parameters"]
         for name in ("split", "units", "transport", "recompute", "prefetch", "clip_norm"):

@@ -379,6 +379,7 @@ class Run(Kept):
                 "run.synchronise() before it for one model."
             )
         self._keeper.close()
+        runtime.pace.wind_up()
         runtime.close()
         self._hooks.remove()
         successors: dict[int, nn.Parameter] = {}

@@ -288,6 +288,9 @@ class Hooks:
             self._replace(module, "__deepcopy__", partial(self._copied, module))
             self._replace(module, "__reduce_ex__", _refuse_pickle)
         self._keep(model.register_state_dict_pre_hook(lambda *_: runtime.settle()))
+        owners = {id(place.module): place.module for p in _on_disk(runtime) for place in p.places}
+        for module in owners.values():
+            self._keep(module.register_state_dict_post_hook(partial(_show_masters, runtime)))
         self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
 
@@ -360,6 +363,19 @@ def _rows_for_loading(
                 start, stop = param.slot.rows(faces.rank)
                 rows = value if param.slot.split == "copy" else value[start:stop]
                 state[prefix + place_name] = faces.show(rows.to(param.local), param.slot)
+
+
+def _on_disk(runtime: Runtime) -> list[Param]:
+    """Parameters whose homes may show NaN, since their masters are on the disk."""
+    return [param for param in runtime.params if param.master is not None and param.master.on_disk]
+
+
+def _show_masters(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """After `state_dict`: what a module shows of masters on the disk, unless other tensors stand there."""
+    for param in _on_disk(runtime):
+        for place in param.places:
+            if place.module is module and module._parameters[place.attribute] is param.home:
+                state[prefix + place.attribute] = runtime.faces.show(param.read_master(), param.slot)
 
 
 def _load_split(runtime: Runtime, names: dict[str, list[str]], state: dict[str, Any], prefix: str) -> None:
