@@ -18,6 +18,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("native",),
     (
+        "fields",
         "sizes",
         "policy",
         "offload",
@@ -83,6 +84,7 @@ BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "te
 
 NO_TORCH = {
     "errors",
+    "fields",
     "sizes",
     "offload",
     "layout",

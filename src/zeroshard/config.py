@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from .codec import Codec, Compression
 from .errors import OptionError, did_you_mean
+from .fields import check_fields
 from .offload import Offload
 from .policy import EveryStep, Sync, check_sync, codec_choices, delays, least_exact, local_steps
 from .policy import Numerics as Numerics
@@ -71,7 +72,7 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute", "master", "reduce", "grad"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name in ("compute", "master"):
                 object.__setattr__(self, name, dtype_name(value, f"Precision.{name}"))
         object.__setattr__(self, "keep", patterns(self.keep, "Precision.keep"))
         if DTYPE_BYTES[self.master] < DTYPE_BYTES[self.compute]:
@@ -123,7 +124,7 @@ class Options:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise OptionError(f"stage={self.stage!r} is not one of 0, 1, 2, 3.")
         if isinstance(self.precision, str):
             name = dtype_name(self.precision, "precision")
@@ -142,7 +143,7 @@ class Options:
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise OptionError(f"offload={self.offload!r} must be a zs.Offload(...).")
         if self.clip_norm is not None and not (
-            isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0
+            isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0 and self.clip_norm is not True
         ):
             raise OptionError(
                 f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
@@ -178,6 +179,7 @@ class Options:
                 raise OptionError(
                     f"{name}={value!r} is not one of {', '.join(known)}.{did_you_mean(str(value), known)}"
                 )
+        check_fields(self, name="")
         self._check_nodes()
 
     def _check_nodes(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import OptionError, did_you_mean
+from .fields import check_fields, path_text
 from .policy import Numerics
 from .sizes import parse_bytes
 
@@ -72,8 +73,9 @@ class Offload:
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
         for name, least in (("stages", 2), ("threads", 1)):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= least):
+            if not (isinstance(value, int) and value >= least) and (value is not None or name == "stages"):
                 raise OptionError(f"Offload.{name}={value!r} must be a whole number, {least} or more.")
+        check_fields(self)
 
     def _check_device(self) -> None:
         """What state that stays on the device rules out."""
@@ -97,7 +99,8 @@ class Offload:
         for name in ("device_bytes", "host_bytes"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, 0 if value == 0 else parse_bytes(value, f"Offload.{name}"))
+                if type(value) is not int or value != 0:
+                    object.__setattr__(self, name, parse_bytes(value, f"Offload.{name}"))
                 if not self.automatic:
                     raise OptionError(f'Offload.{name} is a limit for "auto", and nothing here is "auto".')
         if self.automatic and self.device_bytes is None:
@@ -107,7 +110,7 @@ class Offload:
                 "how much they need."
             )
         if self.path is not None:
-            object.__setattr__(self, "path", os.path.abspath(os.fspath(self.path)))
+            object.__setattr__(self, "path", os.path.abspath(path_text(self.path, "Offload.path")))
         if self.optimizer == "disk" and self.path is None:
             raise OptionError(
                 'Offload(optimizer="disk") needs path=, a folder on a disk with room for the state.'

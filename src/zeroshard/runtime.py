@@ -13,6 +13,7 @@ the same numbers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,6 +47,8 @@ from .supply import Supply
 from .sync import Pace
 from .whole import collect
 
+log = logging.getLogger("zeroshard")
+
 
 class Runtime:
     """See the module's docstring. `hooks` calls `enter`, `leave`, `arrived`, `step`; `api` the rest."""
@@ -75,6 +78,7 @@ class Runtime:
         self._caller = Caller()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
+        self._reached = False  # some backward has given some parameter a gradient
         self._stray = False  # a home got a gradient of its own in this backward
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
 
@@ -241,6 +245,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         arrived = self._stray or any(unit.expected != unit.trainable for unit in self.units)
+        self._reached = self._reached or arrived
         self._end(land=arrived and self.sync)
 
     def _end(self, land: bool) -> None:
@@ -282,6 +287,8 @@ class Runtime:
                 "gradients accumulated under run.no_sync() were never synchronised: run the last "
                 "micro-batch's backward outside of the block before optimizer.step()."
             )
+        if not self._reached:
+            self._tell_of_no_gradient()
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else nullcontext():
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
@@ -291,6 +298,18 @@ class Runtime:
                 self.pace.step(update, step)
         self.supply.stale = True
         self.steps += 1
+
+    def _tell_of_no_gradient(self) -> None:
+        """Once, where no backward has had any effect: torch says nothing of inputs that it cannot reach."""
+        self._reached = True
+        if all(param.home.grad is None for param in self.params):
+            log.warning(
+                "rank %d: optimizer.step() without a gradient: since zs.shard() no backward has reached a "
+                "parameter. Call loss.backward() without inputs=[...], and not torch.autograd.grad(): "
+                "autograd knows the whole parameters that stand in the modules while they compute, not those "
+                "of model.parameters().",
+                self.transport.rank,
+            )
 
     @torch.no_grad()
     def _settle(self) -> None:
