@@ -94,16 +94,18 @@ class Case:
         return options
 
     def exact(self) -> Case | None:
-        """The same without codecs that may change nothing; `None` where it has none, and between nodes, where
-        codes are added in another order than numbers."""
-        if ("transport", "nodes") in self.options:
-            return None
-        kept = tuple(
-            (name, value)
-            for name, value in self.options
-            if not (name in ("compress", "gather") and isinstance(value, Same | zs.Rows))
-        )
-        return replace(self, options=kept) if len(kept) < len(self.options) else None
+        """The same without codecs that may change nothing; `None` where it has none. Between nodes codes are
+        added in another order than numbers, but for rows."""
+        nodes = ("transport", "nodes") in self.options
+        kinds: tuple[type, ...] = (zs.Rows,) if nodes else (zs.Rows, Same)
+
+        def left(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple((pattern, None if isinstance(c, kinds) else c) for pattern, c in value)
+            return None if isinstance(value, kinds) else value
+
+        kept = tuple((name, left(v) if name in ("compress", "gather") else v) for name, v in self.options)
+        return replace(self, options=kept) if kept != self.options else None
 
     @property
     def accumulates_apart(self) -> bool:
@@ -123,8 +125,12 @@ class Case:
 
     @property
     def sends_anew(self) -> bool:
-        """What is written between steps travels as another change: less is left out than without it."""
-        return "write" in self.looks and "Delta" in str(dict(self.options).get("gather"))
+        """What is written between steps travels once more: as another change, which leaves out less than was
+        left out without it, or rounded by other dice."""
+        gather = str(dict(self.options).get("gather"))
+        return bool({"write", "state"} & set(self.looks)) and (
+            "Delta" in gather or "stochastic=True" in gather
+        )
 
     def other(self) -> Case:
         """Another configuration for the same model and optimizer, to load the checkpoint into."""
