@@ -86,7 +86,7 @@ def plan(
     >>> with torch.device("meta"):
     ...     model = torch.nn.Linear(4096, 4096)
     >>> zs.plan(model, ranks=8, limit="1GiB").chosen.stage
-    0
+    1
     """
     return inquire(model, optimizer, ranks=ranks, **asked).plan()
 

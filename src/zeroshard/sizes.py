@@ -51,7 +51,7 @@ def show_apart(number: int, other: int) -> tuple[str, str]:
     """Two sizes that a message compares, with as many digits as it takes to tell them apart.
 
     >>> show_apart(2**30, 2**30 + 9 * 2**20)
-    ('1.000 GiB', '1.009 GiB')
+    ('1.00 GiB', '1.01 GiB')
     """
     scale, unit = _unit(max(number, other))
     for digits in range(1, 5):
