@@ -61,7 +61,7 @@ class GlooTransport(Transport):
 
     name = "gloo"
     adds_here = True
-    overlaps = True
+    overlaps = direct = True
 
     def __init__(
         self,

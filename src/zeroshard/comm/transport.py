@@ -123,6 +123,7 @@ class Transport(ABC):
     staged: bool = False  # they pass through device memory that the transport keeps
     adds_here: bool = False  # sums are made by the thread that waits: there is a `reduce_by`
     keeps_order: bool = False  # they run one after another, so that all ranks must start them in one order
+    direct: bool = False  # messages from rank to rank: gathers need neither `open` nor one order on all ranks
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
