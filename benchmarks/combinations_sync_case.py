@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import random
 from collections.abc import Callable
@@ -93,21 +94,43 @@ class Case:
         return options
 
     def exact(self) -> Case | None:
-        """The same without codecs that may change nothing; `None` where it has none, and between nodes, where
-        codes are added in another order than numbers."""
-        if ("transport", "nodes") in self.options:
-            return None
-        kept = tuple(
-            (name, value)
-            for name, value in self.options
-            if not (name in ("compress", "gather") and isinstance(value, Same | zs.Rows))
-        )
-        return replace(self, options=kept) if len(kept) < len(self.options) else None
+        """The same without codecs that may change nothing; `None` where it has none. Between nodes codes are
+        added in another order than numbers, but for rows."""
+        nodes = ("transport", "nodes") in self.options
+        kinds: tuple[type, ...] = (zs.Rows,) if nodes else (zs.Rows, Same)
+
+        def left(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple((pattern, None if isinstance(c, kinds) else c) for pattern, c in value)
+            return None if isinstance(value, kinds) else value
+
+        kept = tuple((name, left(v) if name in ("compress", "gather") else v) for name, v in self.options)
+        return replace(self, options=kept) if kept != self.options else None
+
+    @property
+    def accumulates_apart(self) -> bool:
+        """Micro-batches but the last are under `no_sync`: asked for, or else refused."""
+        updates_early = self.offload is not None and "clip_norm" in dict(self.options)
+        return self.no_sync or updates_early
+
+    @property
+    def precision(self) -> zs.Precision:
+        given = dict(self.options).get("precision") or "fp32"
+        return zs.Precision(given) if isinstance(given, str) else given
+
+    def compute_dtype(self, name: str) -> Any:
+        """In which a parameter is multiplied."""
+        kept = any(fnmatch.fnmatch(name, pattern) for pattern in self.precision.keep)
+        return torch.float32 if kept else getattr(torch, self.precision.compute)
 
     @property
     def sends_anew(self) -> bool:
-        """What is written between steps travels as another change: less is left out than without it."""
-        return "write" in self.looks and "Delta" in str(dict(self.options).get("gather"))
+        """What is written between steps travels once more: as another change, which leaves out less than was
+        left out without it, or rounded by other dice."""
+        gather = str(dict(self.options).get("gather"))
+        return bool({"write", "state"} & set(self.looks)) and (
+            "Delta" in gather or "stochastic=True" in gather
+        )
 
     def other(self) -> Case:
         """Another configuration for the same model and optimizer, to load the checkpoint into."""
@@ -137,11 +160,7 @@ class Case:
         found += [f"compress {name}" for name in names(options.get("compress"))]
         found += [f"gather {name}" for name in names(options.get("gather"))]
         found += [f"sync {name}" for name in names(options.get("sync"))]
-        precision = options.get("precision")
-        compute = (
-            zs.Precision(precision).compute if isinstance(precision, str) else precision and precision.compute
-        )
-        found.append(f"precision {compute or 'float32'}")
+        found.append(f"precision {self.precision.compute}")
         found += [f"offload {value}" for name, value in self.offload or () if name == "optimizer"]
         found += [f"offload parameters {value}" for name, value in self.offload or () if name == "parameters"]
         for name in ("split", "units", "transport", "recompute", "prefetch", "clip_norm"):

@@ -164,20 +164,21 @@ class Life:
         pace: Any = self.run._runtime.pace
         if hasattr(pace, "_switch") and step in (2, 5):
             pace._switch((1 + step) % len(pace.paces) if step == 5 else 1, "the benchmark asks for it")
+            self.run._runtime.stale = True  # as after the step in which a pace switches by itself
 
     def backward(self, step: int) -> None:
         case, rank = self.case, self.run.rank
-        # A gradient of zeros is no part of a checkpoint, as in plain PyTorch: the next step makes it anew.
-        anew = case.zero == "zeros" and step == CUT
+        if case.zero == "zeros" and step == CUT:
+            self.model.zero_grad()  # a gradient of zeros is no part of a checkpoint, as in plain PyTorch
         for micro in range(case.acc):
             last = micro == case.acc - 1
             boom = 1.0
             for at, who, factor in case.boom:
                 if (at, who) == (step, rank) and last:
                     boom = factor
-            with contextlib.nullcontext() if last or not case.no_sync else self.run.no_sync():
+            with contextlib.nullcontext() if last or not case.accumulates_apart else self.run.no_sync():
                 ids = batch(1000 * step + 10 * micro + rank)
-                loss = self.model(ids, seldom=anew or (rank + step) % 2 == 1, boom=boom) / case.acc
+                loss = self.model(ids, seldom=(rank + step) % 2 == 1, boom=boom) / case.acc
                 self.scaler.scale(loss).backward()
         self.losses.append(loss.item())
 
@@ -251,6 +252,7 @@ class Life:
         sync = str(self.run.stats().sync)
         self.run.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         closed = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.model(batch(5)).backward()
         for optimizer in self.optimizers:
@@ -258,6 +260,7 @@ class Life:
         return {
             "weights": weights,
             "middle": middle,
+            "frozen": frozen,
             "losses": self.losses,
             "skips": self.skips,
             "norms": self.norms,

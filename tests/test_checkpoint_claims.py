@@ -207,7 +207,7 @@ def test_keep_leaves_a_folder_with_something_else_in_it(tmp_path: Path) -> None:
 
 
 def test_keep_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="keep=0 would remove the checkpoint just saved"):
+    with pytest.raises(CheckpointError, match="keep=0 is no number of checkpoints to keep; pass 1"):
         save_as(tmp_path / "1", model(), keep=0)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -296,14 +294,6 @@ def test_the_codec_in_the_documentation_works() -> None:
     assert state["residual"].isfinite().all()
 
 
-def test_examples_in_docstrings_run() -> None:
-    names = ("base", "cast", "integers", "onebit", "topk", "twobit", "lowrank", "rows")
-    for name in names:
-        found = doctest.testmod(importlib.import_module(f"zeroshard.codec.{name}"))
-        assert found.attempted > 0
-        assert found.failed == 0
-
-
 def test_every_public_codec_says_its_numerics_and_its_cost() -> None:
     for name in zeroshard.codec.__all__:
         thing = getattr(zeroshard.codec, name)
@@ -337,7 +327,7 @@ def test_a_ramp_falls_by_quarters() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Cast("int8"), r"Cast\('int8'\): pass 'bfloat16' or 'float16'"),  # type: ignore[arg-type]
+        (lambda: Cast("int8"), r"Cast\(dtype='int8'\): pass 'bfloat16' or 'float16'"),  # type: ignore[arg-type]
         (lambda: Int8(block=100), r"Int8\(block=100\): a multiple of 16 from 16 to 65536"),
         (lambda: Int8(block=0), r"Int8\(block=0\): a multiple of 16"),
         (lambda: Int8(feedback=1), r"Int8\(feedback=1\): pass True or False"),  # type: ignore[arg-type]
@@ -347,8 +337,8 @@ def test_a_ramp_falls_by_quarters() -> None:
         (lambda: Ternary(feedback=None), r"Ternary\(feedback=None\): pass True or False"),  # type: ignore[arg-type]
         (lambda: TwoBit(feedback=None), r"TwoBit\(feedback=None\): pass True or False"),  # type: ignore[arg-type]
         (lambda: OneBit(feedback=0), r"OneBit\(feedback=0\): pass True or False"),  # type: ignore[arg-type]
-        (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): a whole number, 0 or more"),
-        (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): a whole number"),  # type: ignore[arg-type]
+        (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\): 0 or more is needed"),
+        (lambda: TopK(warmup_steps=0.5), r"TopK\(warmup_steps=0.5\): pass a whole number"),  # type: ignore[arg-type]
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): a share above 0 and up to 1"),
         (lambda: TopK(momentum=1.0), r"TopK\(momentum=1.0\) must be at least 0 and below 1"),
         (lambda: Int4(residual="half"), r"Int4\(residual='half'\): pass 'float32' or 'bfloat16'"),  # type: ignore[arg-type]
@@ -356,7 +346,7 @@ def test_a_ramp_falls_by_quarters() -> None:
             lambda: Int8(residual="bfloat16"),
             r"Int8\(residual='bfloat16'\) keeps nothing without feedback=True",
         ),
-        (lambda: TopK(ramp_steps=-1), r"TopK\(ramp_steps=-1\): a whole number, 0 or more"),
+        (lambda: TopK(ramp_steps=-1), r"TopK\(ramp_steps=-1\): 0 or more is needed"),
         (lambda: TopK(ratio=0.3, ramp_steps=9), r"begins at a quarter of the values.*drop ramp_steps="),
         (lambda: OneBit(warmup="int4"), r"OneBit\(warmup='int4'\) must be a codec that needs no warm-up"),  # type: ignore[arg-type]
         (lambda: OneBit(warmup=OneBit()), r"must be a codec that needs no warm-up, e.g. zs.Int4"),
@@ -366,7 +356,7 @@ def test_a_ramp_falls_by_quarters() -> None:
             r"the residual is that of OneBit: pass residual= there",
         ),
         (lambda: TopK(warmup=Int8()), r"is for a warm-up, and there is none: pass warmup_steps="),
-        (lambda: LowRank(rank=0), r"LowRank\(rank=0\): a whole number, 1 or more"),
+        (lambda: LowRank(rank=0), r"LowRank\(rank=0\): 1 or more is needed"),
         (lambda: from_settings({"kind": "Int9"}), r"kind 'Int9' is unknown; known are .*Cast.*Int8"),
     ],
 )

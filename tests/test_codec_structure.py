@@ -8,8 +8,24 @@ import torch
 from codec_case import normal, send
 from torch import Tensor
 
-from zeroshard.codec import LowRank, OneBit, Rows, TopK
+from zeroshard.codec import Int8, LowRank, OneBit, Rows, TopK
+from zeroshard.coding import Way, bodies_of, sizes_of, wire_bytes
 from zeroshard.errors import OptionError
+from zeroshard.layout import FlatPack, Pack, Split, slots_for
+
+
+# -- the wire
+@pytest.mark.parametrize("split", ["rows", "level", "whole", "flat"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_a_wire_has_room_for_the_codes_of_all_ranks(split: Split, world: int) -> None:
+    """Of any length: it is counted by ranks that have as much, and used rank by rank."""
+    tensors = [("a", (11, 11)), ("b", (5,)), ("c", (16, 11)), ("d", ()), ("e", (29, 11)), ("f", (0, 3))]
+    for codec in (Int8(block=64), OneBit(warmup_steps=3)):
+        for last in range(1, len(tensors) + 1):
+            slots = tuple(slots_for(tensors[:last], world, split if split != "flat" else "rows"))
+            pack = (FlatPack if split == "flat" else Pack)(slots, world, flags=True)
+            ways = [Way.of(size, bodies_of(pack), len(slots)).nbytes for size in sizes_of(codec, 4)]
+            assert wire_bytes(codec, pack, 4) == max(ways)
 
 
 # -- largest values

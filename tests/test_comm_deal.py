@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from comm_ranks import threads
@@ -113,3 +115,33 @@ def test_of_parts_that_vary_only_what_counts_travels(kind: str, size: int) -> No
         others = [r for r in range(size) if r != rank]
         assert sent == sum(used(rank, r, turn) for turn in range(TURNS) for r in others)
         assert received == sum(used(r, rank, turn) for turn in range(TURNS) for r in others)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shm", 2), ("gloo", 2), ("nodes", 4)])
+def test_a_rank_that_closes_leaves_nothing_unsent(kind: str, size: int) -> None:
+    """A part that varies is asked for when its length has come: by rank 0 after its peers have closed."""
+    length = 24
+
+    def body(transport: Transport) -> list[Tensor]:
+        wire, found = transport.allocate("rows", length, torch.uint8), list[Tensor]()
+        wire.mine.copy_(content(transport.rank, 0, 0, length))
+        wire.mine[:8] = torch.tensor([length]).view(torch.uint8)
+        spans = [(0, length)] * size
+        work = transport.deal(
+            "reduce",
+            "rows",
+            wire,
+            spans,
+            spans,
+            lambda parts: found.extend(p[8:].clone() for p in parts),
+            True,
+        )
+        if transport.rank == 0:
+            time.sleep(0.3)
+        work.wait()
+        transport.close()
+        return found
+
+    expected = [content(r, 0, 0, length)[8:].tolist() for r in range(size)]
+    for parts in threads(kind, size, body):
+        assert [part.tolist() for part in parts] == expected

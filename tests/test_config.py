@@ -10,7 +10,9 @@ import typing
 import pytest
 
 import zeroshard as zs
-from zeroshard.config import OptionKeys, Options, did_you_mean, parse_bytes, patterns, show_apart, show_bytes
+from zeroshard.config import OptionKeys, Options, patterns
+from zeroshard.errors import did_you_mean
+from zeroshard.sizes import parse_bytes, show_apart, show_bytes
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("native",),
     (
+        "fields",
+        "sizes",
         "policy",
+        "offload",
         "config",
         "layout",
         "placement",
@@ -63,7 +66,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("part", "eligible", "unfit", "blueprint"),
     ("live", "due"),
     ("host",),
-    ("place", "wiring"),
+    ("place", "wiring", "supply"),
     ("runtime",),
     ("build", "hooks", "checkpoint", "planning", "measure", "net"),
     ("launch",),
@@ -81,6 +84,9 @@ BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "te
 
 NO_TORCH = {
     "errors",
+    "fields",
+    "sizes",
+    "offload",
     "layout",
     "placement",
     "shapes",

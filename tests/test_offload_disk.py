@@ -48,6 +48,30 @@ def tiers(path: Path) -> list[zs.Offload]:
 # ---------------------------------------------------------------------- loops
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_state_dict_has_what_is_on_the_disk(
+    precision: str | None, clip_norm: float | None, disk_folder: Path
+) -> None:
+    """Of the model or of one module; homes themselves may show NaN. It loads back."""
+    for offload in tiers(disk_folder):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run = zs.shard(model, optimizer, offload=offload, precision=precision, clip_norm=clip_norm)
+        model(batch(0, 0)).backward()
+        optimizer.step()
+        with run.gathered() as whole:
+            expected = {name: p.detach().clone() for name, p in whole.items()}
+        found = model.state_dict()
+        assert_same_bits({name: found[name] for name in expected}, expected)
+        for place, module in model.named_modules():
+            for name, value in module.state_dict(prefix=f"{place}." if place else "").items():
+                assert torch.equal(value, found[name])
+        model.load_state_dict({name: 2 * value for name, value in found.items()})
+        run.close()
+        assert_same_bits(weights(model), {name: 2 * value for name, value in expected.items()})
+
+
 def scaled_loop(offload: zs.Offload | None) -> tuple[dict[str, Tensor], list[float]]:
     """fp16 with GradScaler and plain clipping; the scale of the second step is too large."""
     model = make_model()

@@ -24,6 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
     "host": {"stage": 2, "clip_norm": math.inf, "offload": {"optimizer": "host"}},
     "disk": {"stage": 3, "clip_norm": math.inf, "offload": {"optimizer": "disk"}},
+    "disk, updated in the step": {"stage": 3, "offload": {"optimizer": "disk"}},
 }
 
 
@@ -70,6 +71,8 @@ def shown(options: dict[str, Any]) -> list[Shown]:
             optimizer.zero_grad()
         states = [model.state_dict(), optimizer.state_dict()]
         found = [Shown(state) for state in states]
+        with run.gathered() as whole:  # which stand in the modules then
+            assert all(model.state_dict()[name].data_ptr() == p.data_ptr() for name, p in whole.items())
         again, stepper, second = made(options, other)
         again.load_state_dict(states[0])
         stepper.load_state_dict(states[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import zeroshard as zs
 
@@ -22,7 +23,6 @@ CHOICES = zs.Adaptive(choices=[zs.EveryStep(compress=zs.TopK(ratio=0.2)), zs.Eve
         ({"stage": 0, "sync": zs.Local(steps=4), "offload": zs.Offload()}, "offload"),
         ({"sync": zs.EveryStep(compress=zs.Int8())}, "is a choice of Adaptive"),
         ({"sync": CHOICES, "offload": zs.Offload()}, "one way to the host"),
-        ({"sync": zs.Adaptive(choices=[zs.EveryStep(), zs.EveryStep(compress="int8")])}, "must be a codec"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str) -> None:
@@ -51,8 +51,14 @@ def test_policies_are_checked_when_made(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: zs.Delayed(warmup_steps=-1), r"warmup_steps=-1\): a whole number"),
-        (lambda: zs.Delayed(warmup_steps=True), r"warmup_steps=True\): a whole number"),
+        (lambda: zs.Delayed(warmup_steps=-1), r"Delayed\(warmup_steps=-1\): 0 or more is needed"),
+        (lambda: zs.Delayed(warmup_steps=True), r"Delayed\(warmup_steps=True\): pass a whole number"),
+        (
+            lambda: zs.EveryStep(compress="int8"),
+            r"EveryStep\(compress='int8'\): pass a codec such as zs.Int8",
+        ),
+        (lambda: zs.EveryStep(compress=zs.Int8), r"EveryStep\(compress=<class .*Int8'>\): pass a codec"),
+        (lambda: zs.EveryStep(compress={"*": 8}), r"EveryStep\(compress=.* or a mapping from name patterns"),
         (
             lambda: zs.Adaptive(choices=[zs.EveryStep(), zs.Int8()]),
             r"Int8\(.*\) is no choice; list .* or for a codec EveryStep\(compress=\.\.\.\)",
@@ -83,3 +89,36 @@ def test_a_choice_of_policies_is_as_exact_as_the_least_exact(others: list[Any], 
     sync = zs.Adaptive(choices=[zs.EveryStep(), *others])
     assert sync.numerics == numerics
     assert zs.Options(stage=0, sync=sync).numerics == numerics
+
+
+@pytest.mark.parametrize("sync", [zs.Delayed(), zs.Delayed(warmup_steps=3)])
+@pytest.mark.parametrize(("fused", "unscales"), [(False, False), (False, True), (True, False), (True, True)])
+def test_a_grad_scaler_beside_delayed_is_refused(sync: zs.Delayed, fused: bool, unscales: bool) -> None:
+    """In the first step, before anything is updated; one that is switched off, or steps without it, go on,
+    and after `close()` it works."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    run = zs.shard(model, optimizer, sync=sync)
+    before = model.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(
+        zs.StateError, match=r"GradScaler does not go with sync=Delayed\(\).* Compute in bf16"
+    ):
+        scaler.step(optimizer)
+    assert torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        off.scale(model(torch.ones(1, 3)).sum()).backward()
+        off.step(optimizer)
+    assert not torch.equal(model.weight, before)
+    run.close()
+    optimizer.zero_grad()
+    again = torch.amp.GradScaler("cpu", init_scale=4.0)
+    again.scale(model(torch.ones(1, 3)).sum()).backward()
+    kept = model.weight.detach().clone()
+    again.step(optimizer)
+    assert not torch.equal(model.weight, kept)

@@ -12,10 +12,12 @@ from .config import Options
 from .errors import ModelError, OptionError
 from .hooks import is_sharded
 from .step import unstepped
-from .unfit import refuse_model, refuse_optimizers
+from .unfit import refuse_model, refuse_optimizers, refuse_precision
 
 
-def refuse_misuse(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
+def refuse_misuse(
+    model: nn.Module, optimizers: list[Optimizer], options: Options, init: object = None
+) -> None:
     """Misuse that can be seen on one rank alone, before anything is touched."""
     refuse_model(model, "shard()")
     lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -39,6 +41,9 @@ def refuse_misuse(model: nn.Module, optimizers: list[Optimizer], options: Option
                 "checkpoint."
             )
     _refuse_two_owners(model, optimizers, options)
+    refuse_precision(model, options.precision)
+    if init is not None and not callable(init):
+        raise OptionError(f"init={init!r} must be a function that fills a module on the meta device.")
     if options.recompute and isinstance(options.recompute, bool) and options.units == "none":
         raise OptionError(
             'recompute=True recomputes units, and units="none" leaves none: name units, or drop recompute.'

@@ -20,6 +20,7 @@ from .comm import NodesTransport, Transport, connect
 from .comm.talk import Talk
 from .config import Options
 from .errors import StateError
+from .fields import check_flag
 from .hooks import Hooks
 from .keeper import Keeper
 from .kept import Kept
@@ -29,10 +30,10 @@ from .plan import Plan
 from .promise import Promise, ShardKeys, Wish
 from .resting import resting
 from .runtime import Runtime
-from .shard import Faces, Param, mesh_over
+from .shard import Faces, Param, mesh_over, names_of
 from .state import give_back
 from .stats import Stats
-from .units import matching
+from .units import called_by, matching
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,7 +94,7 @@ def shard(
     wish = Wish.taken_from(keywords)
     chosen = Options.of(keywords or wish.options)
     optimizers = _listed(optimizer)
-    refuse_misuse(model, optimizers, chosen)
+    refuse_misuse(model, optimizers, chosen, init)
     if group is None:
         join()
     device = device_of(model)
@@ -263,15 +264,16 @@ class Run(Kept):
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:
         """The named parameters (patterns allowed; none: all) as whole plain tensors in master precision,
-        standing in the model.
+        standing in the model. A tied weight can be asked for by any of its names.
 
         Every rank calls it. With `write=True`, what is in them at the end becomes the model's; every rank
         must write the same.
         """
         runtime = self._open()
+        check_flag(write, "write")
         runtime.settle()
-        wanted = set(matching(names or ("*",), [p.name for p in runtime.params], "parameter", "parameters"))
-        chosen = [p for p in runtime.params if p.name in wanted]
+        called = called_by(names, names_of(self.model, runtime.params))
+        chosen = [p for p in runtime.params if p.name in called]
         whole = {
             p.name: nn.Parameter(runtime.collect(p.read_master(), p.slot).to(p.wide), p.trainable)
             for p in chosen
@@ -279,7 +281,7 @@ class Run(Kept):
         for param in chosen:
             param.stand(whole[param.name])
         try:
-            yield whole
+            yield {asked: whole[name] for name, every in called.items() for asked in every}
             if write:
                 self._write_back(chosen, whole)
         finally:
@@ -377,6 +379,7 @@ class Run(Kept):
                 "run.synchronise() before it for one model."
             )
         self._keeper.close()
+        runtime.pace.wind_up()
         runtime.close()
         self._hooks.remove()
         successors: dict[int, nn.Parameter] = {}

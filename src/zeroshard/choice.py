@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .balance import imbalance
-from .config import Precision, show_apart, show_bytes
+from .config import Precision
 from .errors import PlanError
 from .plan import PLACINGS, Candidate, Plan, made_of
 from .planner import FILLING, Question, all_candidates, placing_of, price
+from .sizes import show_apart, show_bytes
 from .timeline import Segment
 
 EQUAL = 1.01  # two plans whose estimates are this close are equally fast

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .layout import FlatPack, Pack, Slot, aligned
@@ -94,19 +93,7 @@ def _bodies_counted(pack: Pack) -> list[tuple[int, int]]:
         each = -(-each // 16) * 16
         whole, rest = divmod(pack.full, each) if each else (0, 0)
         return [(each, whole), (rest, 1 if rest else 0), (0, world - whole - bool(rest))]
-    marks = sorted({0, world, *(mark for slot in pack.slots for mark in _marks(slot))})
-    return [(pack.body(first), last - first) for first, last in pairwise(marks)]
-
-
-def _marks(slot: Slot) -> list[int]:
-    """Ranks from which on a slot's share is another than before."""
-    if slot.split == "copy":
-        return []
-    if slot.split == "whole":
-        return [slot.owner, slot.owner + 1]
-    chunk = -(-slot.height // slot.world)
-    full = slot.height // chunk if chunk else 0
-    return [mark for mark in (full, full + 1) if mark < slot.world]
+    return [(pack.body(band.start), len(band)) for band in pack.bands]
 
 
 # ---------------------------------------------------------------------- codecs with a structure of their own

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .config import Offload, Options
+from .config import Options
 from .errors import OptionError
 from .form import Form
+from .offload import Offload
 from .step import rows_suffice
 
 FAST = (Adam, AdamW, SGD)  # optimizers that the native kernels run

@@ -1,6 +1,11 @@
 """The exception tree. Users catch `ZeroShardError`; each class also is the builtin that a reader would
 expect."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class ZeroShardError(Exception):
     """Base of everything that ZeroShard raises on purpose."""
@@ -32,3 +37,9 @@ class RankError(ZeroShardError, RuntimeError):
 
 class TierError(ZeroShardError, RuntimeError):
     """Host memory or disk could not hold, read or write what was placed there."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint to append to an error: ``' Did you mean "blocks.*"?'`` or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .errors import ModelError, StateError
 from .live import LiveUnit
+from .policy import delays
 from .runtime import Runtime
 from .shard import Faces, Param, names_of
 from .state import show_state, take_state, widen_state
@@ -202,7 +203,13 @@ class Hooks:
         optimizer, runtime, hooks = update.optimizer, self.runtime, self
         own_step, own_zero, own_add = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
 
+        delayed = delays(runtime.options.sync)
+        if delayed:
+            self._replace(optimizer, "_step_supports_amp_scaling", True)  # see `_refuse_scaler`
+
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if delayed:
+                _refuse_scaler(optimizer)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -288,6 +295,9 @@ class Hooks:
             self._replace(module, "__deepcopy__", partial(self._copied, module))
             self._replace(module, "__reduce_ex__", _refuse_pickle)
         self._keep(model.register_state_dict_pre_hook(lambda *_: runtime.settle()))
+        owners = {id(place.module): place.module for p in _on_disk(runtime) for place in p.places}
+        for module in owners.values():
+            self._keep(module.register_state_dict_post_hook(partial(_show_masters, runtime)))
         self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
 
@@ -305,6 +315,17 @@ class Hooks:
                 )
         with self._taken_off():
             return copy.deepcopy(module, memo)
+
+
+def _refuse_scaler(optimizer: Any) -> None:
+    """An optimizer that unscales by itself is told by a `GradScaler` what it has found; without delay none
+    would be asked, and torch fail in the first step, which has no gradients."""
+    if hasattr(optimizer, "found_inf"):
+        del optimizer.found_inf, optimizer.grad_scale
+        raise StateError(
+            "a GradScaler does not go with sync=Delayed(): it divides by the scale of this step, and the "
+            "gradient has that of the step before. Compute in bf16, which needs none, or drop Delayed()."
+        )
 
 
 def _refuse_pickle(protocol: Any) -> Any:
@@ -360,6 +381,19 @@ def _rows_for_loading(
                 start, stop = param.slot.rows(faces.rank)
                 rows = value if param.slot.split == "copy" else value[start:stop]
                 state[prefix + place_name] = faces.show(rows.to(param.local), param.slot)
+
+
+def _on_disk(runtime: Runtime) -> list[Param]:
+    """Parameters whose homes may show NaN, since their masters are on the disk."""
+    return [param for param in runtime.params if param.master is not None and param.master.on_disk]
+
+
+def _show_masters(runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """After `state_dict`: what a module shows of masters on the disk, unless other tensors stand there."""
+    for param in _on_disk(runtime):
+        for place in param.places:
+            if place.module is module and module._parameters[place.attribute] is param.home:
+                state[prefix + place.attribute] = runtime.faces.show(param.read_master(), param.slot)
 
 
 def _load_split(runtime: Runtime, names: dict[str, list[str]], state: dict[str, Any], prefix: str) -> None:

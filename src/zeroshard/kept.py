@@ -11,6 +11,7 @@ from typing import Any
 
 from .checkpoint import PendingSave, Saved
 from .errors import CheckpointError, OptionError
+from .fields import check_flag, path_text
 from .keeper import Keeper
 from .launch.environment import resume_folder
 from .launch.notice import Notice
@@ -62,6 +63,8 @@ class Kept(ABC):
           failed one is logged, and told by the next.
         """
         self._open()
+        path = path_text(path, "run.save(path)")
+        check_flag(background, "background")
         company = Company(extra, listed("schedulers", schedulers), listed("scalers", scalers), self.plan)
         return self._keeper.save(path, company, keep, background)
 
@@ -79,6 +82,8 @@ class Kept(ABC):
         `strict=False` loads what agrees where the model or the optimizer has changed.
         """
         self._open()
+        path = path_text(path, "run.load(path)")
+        check_flag(strict, "strict")
         company = Company(None, listed("schedulers", schedulers), listed("scalers", scalers))
         return self._keeper.load(path, company, strict)
 
@@ -98,7 +103,8 @@ class Kept(ABC):
         while they are read, that is logged, and the next older one is taken.
         """
         self._open()
-        chosen = Path(folder) if folder is not None else resume_folder()
+        check_flag(strict, "strict")
+        chosen = Path(path_text(folder, "run.resume(folder)")) if folder is not None else resume_folder()
         if chosen is None:
             raise OptionError(
                 "run.resume() has no folder: pass one, run.resume('ckpt'), or start the script with "

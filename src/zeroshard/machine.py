@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .config import did_you_mean
-from .errors import OptionError
+from .errors import OptionError, did_you_mean
+from .fields import check_fields
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Machine:
     gpu: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in _RATES:
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)!r} of a machine must be above zero.")
@@ -162,4 +163,4 @@ def machine(name: str = "H100", network: str | float = "infiniband-ndr", **measu
             raise OptionError(
                 f"a machine has no figure {key!r}.{did_you_mean(key, known)} Known: {', '.join(known)}."
             )
-    return replace(found, network=float(network), **measured)
+    return replace(found, network=network, **measured)

@@ -94,6 +94,8 @@ class PagedMaster:
     """The master rows of one parameter on the disk; see `shard.Master`. `weight`: its compute rows, where
     they are not on the disk too."""
 
+    on_disk = True
+
     def __init__(self, disk: OnDisk, arrays: dict[str, Array], at: int, weight: Tensor) -> None:
         self._disk, self._at = disk, at
         self._array = arrays["remainder"] if "remainder" in arrays else arrays["master"]

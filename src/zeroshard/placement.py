@@ -14,8 +14,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from .config import Tier, show_apart, show_bytes
 from .errors import PlanError
+from .offload import Tier
+from .sizes import show_apart, show_bytes
 
 Rest = Literal["device", "host", "disk"]
 RESTS: tuple[Rest, ...] = ("device", "host", "disk")  # nearest first

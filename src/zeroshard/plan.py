@@ -17,9 +17,11 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from .codec import from_settings
-from .config import Numerics, Options, Stage, show_apart, show_bytes
+from .config import Numerics, Options, Stage
 from .errors import OptionError, PlanError
+from .fields import path_text
 from .placement import Place, Placement
+from .sizes import show_apart, show_bytes
 
 FORMAT = 2
 Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]
@@ -150,10 +152,11 @@ class Plan:
             ) from error
 
     def write(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        Path(path_text(path, "Plan.write(path)")).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
+        path = path_text(path, "Plan.read(path)")
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
@@ -163,6 +166,8 @@ class Plan:
     def diff(self, other: Plan) -> list[str]:
         """One line for every field that differs, deepest name first: ``chosen.stage: 2 → 3``. The other
         candidates are left out."""
+        if not isinstance(other, Plan):
+            raise OptionError(f"Plan.diff() takes a zs.Plan, not {type(other).__name__}.")
         mine, theirs = asdict(self), asdict(other)
         for data in (mine, theirs):
             del data["candidates"]

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from .balance import heaviest, imbalance
-from .config import Offload, Options, Precision, Stage, Tier
+from .config import Options, Precision, Stage
 from .crossing import sent_by_rank
 from .division import NATIVE
 from .errors import OptionError, PlanError
 from .machine import Machine
 from .memory import Setup
+from .offload import Offload, Tier
 from .plan import PLACINGS, Candidate, Placing, settings_of
 from .pricing import seconds_of
 from .shapes import WIDTHS, Block, Buffers, Rule

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from .blueprint import blocks_of, rules_of, shape_text, weights_of
 from .choice import choose
-from .config import OptionKeys, Options, Precision, did_you_mean, parse_bytes
-from .errors import OptionError, PlanError
+from .config import OptionKeys, Options, Precision
+from .errors import OptionError, PlanError, did_you_mean
+from .fields import path_text
 from .frames import Frame, frames_of
 from .machine import Machine
 from .machine import machine as find_machine
@@ -23,8 +24,9 @@ from .memory import Setup
 from .plan import Plan, options_of
 from .planner import Question, placing_of
 from .shapes import Block
+from .sizes import parse_bytes
 from .timeline import Segment
-from .unfit import refuse_model, refuse_optimizers
+from .unfit import refuse_model, refuse_optimizers, refuse_precision
 from .units import matching
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def plan(
     >>> with torch.device("meta"):
     ...     model = torch.nn.Linear(4096, 4096)
     >>> zs.plan(model, ranks=8, limit="1GiB").chosen.stage
-    0
+    1
     """
     return inquire(model, optimizer, ranks=ranks, **asked).plan()
 
@@ -99,6 +101,7 @@ def inquire(
     """What `plan` asks, not yet answered."""
     given: dict[str, Any] = dict(asked)
     wanted = take_asked(given)
+    check_asked(wanted)
     optimizers = _listed(optimizer)
     refuse_model(model, "plan()")
     refuse_optimizers(model, optimizers or (), "plan()")
@@ -121,6 +124,21 @@ def take_asked(given: dict[str, Any]) -> dict[str, Any]:
     """Takes what a plan is asked for out of keyword arguments. None says nothing."""
     asked = {name: given.pop(name) for name in ASKED if name in given}
     return {name: value for name, value in asked.items() if value is not None}
+
+
+def check_asked(wanted: dict[str, Any]) -> None:
+    """What can be known of it without a model; paths become texts."""
+    for name in ("nodes", "ranks_per_node", "micro_batches"):
+        if name in wanted:
+            _count(wanted[name], name)
+    for name in ("limit", "host_limit", "disk_limit", "memory_limit_per_node"):
+        if name in wanted:
+            parse_bytes(wanted[name], name)
+    if "disk_path" in wanted:
+        wanted["disk_path"] = path_text(wanted["disk_path"], "disk_path")
+    loss = wanted.get("loss")
+    if loss is not None and not callable(loss):
+        raise OptionError(f"loss={loss!r} must be a function that makes the loss of the model's output.")
 
 
 @dataclass(frozen=True)
@@ -167,13 +185,14 @@ def inquiry_for(
     """The question for what is wanted (`AskKeys`). `given`: names of the options that the user gave."""
     from .trace import Inputs  # fake tensors take a second to import, which `import zeroshard` should not
 
+    refuse_precision(model, options.precision)
     units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
     if not isinstance(options.recompute, bool):
         matching(options.recompute, [unit.name for unit in units if unit.name], "recompute", "units")
     batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
     if inputs is not None:
-        _check_step(units, inputs, wanted.get("loss"))
+        _check_step(units, inputs)
     per_node = min(place.ranks, wanted.get("ranks_per_node") or place.machine.node)
     if options.node_cache or options.transport == "nodes":
         _check_levels(place, per_node)
@@ -195,13 +214,15 @@ def inquiry_for(
         optional("disk_limit"),
         wanted.get("disk_path"),
         resting + (inputs.nbytes if inputs else 0),
-        _count(wanted.get("micro_batches", 1), "micro_batches"),
+        wanted.get("micro_batches", 1),
         overlaps=place.overlaps,
         staged=place.staged,
         shared=place.one_memory and "memory_limit_per_node" in wanted,
         by_node="memory_limit_per_node" in wanted,
         **_choices(options, given, wanted.get("precisions")),
     )
+    for precision in question.precisions or ():
+        refuse_precision(model, precision)
     if inputs is not None:
         question = replace(question, trace=Traces(question, model, inputs, wanted.get("loss")))
     if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
@@ -214,15 +235,13 @@ def inquiry_for(
     )
 
 
-def _check_step(units: Sequence[Block], inputs: Inputs, loss: Any) -> None:
+def _check_step(units: Sequence[Block], inputs: Inputs) -> None:
     """That there is a step to trace."""
     if inputs.tensors and not any(t.numel() for t in inputs.tensors):
         raise OptionError(
             f"batch= holds nothing: its first tensor is of shape {tuple(inputs.tensors[0].shape)}. Give a "
             "whole micro-batch of one rank."
         )
-    if loss is not None and not callable(loss):
-        raise OptionError(f"loss={loss!r} must be a function that makes the loss of the model's output.")
     if not any(weight.trainable for unit in units for weight in unit.weights):
         raise PlanError(
             "no parameter of the model is trainable (requires_grad), so there is no backward to trace: leave "
@@ -274,9 +293,6 @@ def _limit(wanted: dict[str, Any], per_node: int) -> int:
 
 
 def _ranks(ranks: int | None, wanted: dict[str, Any]) -> int:
-    for name in ("nodes", "ranks_per_node"):
-        if name in wanted:
-            _count(wanted[name], name)
     if ranks is None and "nodes" in wanted and "ranks_per_node" in wanted:
         return int(wanted["nodes"] * wanted["ranks_per_node"])
     if ranks is None:

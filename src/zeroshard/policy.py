@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import OptionError
+from .fields import check_fields
 
 Numerics = Literal["exact", "rounding", "approximate"]
 
@@ -39,6 +40,17 @@ class EveryStep:
     def __post_init__(self) -> None:
         if isinstance(self.compress, Mapping):
             object.__setattr__(self, "compress", tuple(self.compress.items()))
+        if not all(codec is None or _is_codec(codec) for codec in self._codecs):
+            raise OptionError(
+                f"EveryStep(compress={self.compress!r}): pass a codec such as zs.Int8(), or a mapping from "
+                'name patterns to codecs such as {"*norm*": None, "*": zs.Int8()}.'
+            )
+
+    @property
+    def _codecs(self) -> list[Any]:
+        """One for all, or those of a mapping."""
+        pairs = self.compress if isinstance(self.compress, tuple) else [(None, self.compress)]
+        return [pair[-1] if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
 
     def __repr__(self) -> str:
         return "EveryStep()" if self.compress is None else f"EveryStep(compress={self.compress!r})"
@@ -46,9 +58,7 @@ class EveryStep:
     @property
     def numerics(self) -> Numerics:
         """The codec's, or of several the least exact one's."""
-        named = isinstance(self.compress, tuple)
-        codecs = [codec for _, codec in self.compress] if named else [self.compress]
-        return least_exact(codec.numerics for codec in codecs if codec is not None)
+        return least_exact(codec.numerics for codec in self._codecs if codec is not None)
 
 
 @dataclass(frozen=True)
@@ -72,14 +82,14 @@ class Delayed:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps != 1 or isinstance(self.steps, bool):
+        check_fields(self)
+        if self.steps != 1:
             raise OptionError(
                 f"Delayed(steps={self.steps!r}): one step is what there is. It gives a reduction the time of "
                 "a whole step already; where that is not enough, see Local(steps=...)."
             )
-        early = self.warmup_steps
-        if not isinstance(early, int) or isinstance(early, bool) or early < 0:
-            raise OptionError(f"Delayed(warmup_steps={early!r}): a whole number, 0 or more, is needed.")
+        if self.warmup_steps < 0:
+            raise OptionError(f"Delayed(warmup_steps={self.warmup_steps}): 0 or more is needed.")
 
     @property
     def numerics(self) -> Numerics:
@@ -192,7 +202,8 @@ class Adaptive:
                     f"Adaptive: {choice!r} warms up, and which choice is in force is for Adaptive to say: "
                     "list EveryStep() first, with which it begins, and Delayed()."
                 )
-        if not isinstance(self.window, int) or self.window < 3:
+        check_fields(self)
+        if self.window < 3:
             raise OptionError(f"Adaptive.window={self.window!r} must be 3 steps or more.")
         _check_number("Adaptive.gain", self.gain, above=0.0)
         _check_number("Adaptive.unrest", self.unrest, above=1.0)
@@ -241,6 +252,11 @@ def check_sync(sync: object, stage: int) -> None:
             f"{stage}: a rank that owns rows only cannot take steps alone. Pass stage=0, or at stages 1 to 3 "
             "sync=Delayed()."
         )
+
+
+def _is_codec(value: object) -> bool:
+    """Codecs stand above this file: known by what they can say of themselves."""
+    return hasattr(value, "settings") and not isinstance(value, type)
 
 
 def _number(what: str, value: object) -> float:

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .config import show_apart, show_bytes
 from .errors import PlanError
+from .sizes import show_apart, show_bytes
 
 Kind = Literal["parameters", "gradients", "state", "gathered", "buckets", "host", "staging", "disk"]
 KINDS: tuple[Kind, ...] = (

@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 from . import errors
 from .blueprint import rules_of, weights_of
 from .comm import Transport
-from .config import Options, show_apart, show_bytes
+from .config import Options
 from .errors import OptionError, PlanError, ZeroShardError
 from .machine import machine as find_machine
 from .measure import here, link_between
 from .plan import Plan
-from .planning import Place, PlanKeys, check_nodes, inquiry_for, machine_of, take_asked
+from .planning import Place, PlanKeys, check_asked, check_nodes, inquiry_for, machine_of, take_asked
 from .pool import Ledger
+from .sizes import show_apart, show_bytes
 from .stats import Stats
 
 log = logging.getLogger("zeroshard")
@@ -69,6 +70,7 @@ class Wish:
             raise OptionError(
                 f"{next(iter(asked))}= is for a run that is planned: pass limit= as well, or drop it."
             )
+        check_asked(asked)
         return cls(asked, plan, tuple(keywords))
 
     @property

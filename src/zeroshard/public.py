@@ -3,7 +3,7 @@
 from .api import Run, shard
 from .checkpoint import latest
 from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, Ternary, TopK, TwoBit
-from .config import Offload, Options, Precision
+from .config import Options, Precision
 from .errors import (
     CheckpointError,
     ModelError,
@@ -15,6 +15,7 @@ from .errors import (
     ZeroShardError,
 )
 from .launch.job import PREEMPTED
+from .offload import Offload
 from .plan import Plan
 from .planning import plan
 from .policy import Adaptive, Delayed, EveryStep, Local, Nesterov

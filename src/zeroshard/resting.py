@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from .balance import heaviest
 from .blueprint import blocks_of, rules_of
 from .comm import Transport
-from .config import Offload, Options
+from .config import Options
 from .memory import Setup
+from .offload import Offload
 from .placement import Placement
 from .promise import Promise
 from .units import find_units

@@ -274,7 +274,7 @@ def adopt(
             "moments are loaded; load another checkpoint before training on."
         ) from error
     runtime.changed()
-    runtime.repeats = bool(values.get("published"))
+    runtime.supply.repeats = bool(values.get("published"))
     return extra
 
 

@@ -20,7 +20,7 @@ def routes_of(value: Any, what: str = "compress") -> Routes:
 
     >>> from zeroshard.codec import Int8
     >>> routes_of({"*norm*": None, "*": Int8()})
-    (('*norm*', None), ('*', Int8(block=256, feedback=False, stochastic=False)))
+    (('*norm*', None), ('*', Int8(block=256, residual='float32', feedback=False, stochastic=False)))
     """
     if value is None:
         return ()

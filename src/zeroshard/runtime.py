@@ -13,6 +13,7 @@ the same numbers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,7 +33,7 @@ from .grad import Gradients, LocalGradients
 from .guard import Reader
 from .host import HostUpdates
 from .layout import Slot
-from .live import Caller, Course, LiveUnit
+from .live import Caller, LiveUnit
 from .norm import clip_scale, global_norm
 from .param import Bundle, Residence
 from .part import Part
@@ -42,8 +43,11 @@ from .pool import Ledger, Pool
 from .saved import SavedTensors
 from .shard import Faces, Param
 from .step import Update
+from .supply import Supply
 from .sync import Pace
 from .whole import collect
+
+log = logging.getLogger("zeroshard")
 
 
 class Runtime:
@@ -63,23 +67,20 @@ class Runtime:
         self._settled = True  # the norm of the last backward has been dealt with
         self.buffers: list[Tensor] = []  # what the root's forward broadcasts from rank 0
         self.saved = SavedTensors(pool, self.ensure)
+        self.supply = Supply(transport)
         self.sync = True
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
         self.steps = 0
         self.closed = False
         self.reader: Reader | None = None  # a background save that may still be copying state
-        self.stale = True  # homes are newer than what the leaves hold
-        self._rewritten = self.repeats = False  # by another than the optimizer; with what peers know already
-        self._epoch = 0
         self._active = 0  # units entered and not left
         self._keep_full = False
-        self._course, self._caller = Course(), Caller()
+        self._caller = Caller()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
+        self._reached = False  # some backward has given some parameter a gradient
         self._stray = False  # a home got a gradient of its own in this backward
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
-        # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
-        self._overlaps = transport.overlaps
 
     # ------------------------------------------------------------------ forward
 
@@ -97,7 +98,7 @@ class Runtime:
             if self._task is None:
                 self.pace.advance()
                 unit.stand_leaves()
-                self._course.enter(unit)
+                self.supply.course.enter(unit)
             self._active += 1
         unit.depth += 1
         if unit.sharded:
@@ -120,7 +121,7 @@ class Runtime:
         if self._active == 0:
             self._caller.forget()
             if self._task is None:
-                self._course.end(self.options.prefetch if self._overlaps else 0)
+                self.supply.course.end(self.options.prefetch if self.supply.overlaps else 0)
 
     def recover(self) -> None:
         """Leave a forward that was interrupted (see `Caller`), and on one rank a backward that died."""
@@ -128,7 +129,7 @@ class Runtime:
             for unit in self.units:
                 unit.abandon()
             self.saved.abandon()
-            self._course.drop()
+            self.supply.course.drop()
             self._caller.forget()
             self._active = 0
         if self.transport.size == 1:
@@ -139,7 +140,7 @@ class Runtime:
         twice in a row. There is room for as many as are gathered ahead."""
         if self._keep_full:
             return True
-        return torch.is_grad_enabled() and (unit is self.units[0] or unit in self._course.last)
+        return torch.is_grad_enabled() and (unit is self.units[0] or unit in self.supply.course.last)
 
     def _wake(self) -> None:
         """The first unit of a forward: hand on this rank's newest rows, and start to fetch the peers'."""
@@ -149,26 +150,14 @@ class Runtime:
         if self._task is None and not self._ahead:
             self._refuse_pending()
         if self._task is None and not self._keep_full:
-            for unit in self._course.last[:-1]:
+            for unit in self.supply.course.last[:-1]:
                 if unit is not self.units[0]:
                     unit.release()  # of a forward that no backward has followed yet: their room is wanted
         self.publish()
 
     def publish(self) -> None:
-        """Let the peers have this rank's newest rows. Not done by `step`: loops write parameters after it."""
-        if self.stale:
-            if self._host_updates is not None and (self.transport.size > 1 or self._rewritten):
-                self._host_updates.drain()  # peers will read this rank's rows
-            for bundle in self._refreshed:
-                bundle.refresh(self._rewritten, self.repeats)
-            self._rewritten = self.repeats = False
-            self.transport.open()
-            self._epoch += 1
-            self.stale = False
-            for bundle in self._handed_on:
-                bundle.exchange()
-                if bundle.resident and self._overlaps:
-                    bundle.gather(self._epoch)
+        """Let the peers have this rank's newest rows, if they changed."""
+        self.supply.publish(self._host_updates)
 
     def _abandon(self) -> None:
         """If a backward died half way: one rank starts afresh; several cannot know what others have sent."""
@@ -183,25 +172,7 @@ class Runtime:
         self._end(land=False)
 
     def _bring(self, unit: LiveUnit) -> None:
-        """Gather a unit, start on the ones that come next, and wait for it."""
-        watched = torch.autograd._profiler_enabled()
-        with record_function(f"zeroshard.gather {unit.label}") if watched else nullcontext():
-            self._fetch(unit)
-
-    def _fetch(self, unit: LiveUnit) -> None:
-        if unit.parts and self._host_updates is not None and self._task is None:
-            for part in unit.parts:
-                if not part.holding:
-                    self._host_updates.ask(part)
-        for bundle in unit.bundles:
-            bundle.gather(self._epoch)
-        if self._overlaps:
-            for ahead in self._course.upcoming(unit, backward=self._task is not None):
-                if all(part.holding or part.done.is_set() for part in ahead.parts):
-                    for bundle in ahead.bundles:
-                        bundle.gather(self._epoch)
-        for bundle in unit.bundles:
-            bundle.finish()
+        self.supply.bring(unit, self._host_updates, backward=self._task is not None)
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -256,8 +227,8 @@ class Runtime:
             self._make_room(unit)
             self._recent.append(unit)
             self._bring(unit)
-        elif bundle.residence is not Residence.FULL or bundle.epoch < self._epoch:
-            bundle.gather(self._epoch)
+        elif bundle.residence is not Residence.FULL or bundle.epoch < self.supply.epoch:
+            bundle.gather(self.supply.epoch)
             bundle.finish()
 
     def _make_room(self, coming: LiveUnit, done: bool = False) -> None:
@@ -274,6 +245,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         arrived = self._stray or any(unit.expected != unit.trainable for unit in self.units)
+        self._reached = self._reached or arrived
         self._end(land=arrived and self.sync)
 
     def _end(self, land: bool) -> None:
@@ -315,6 +287,8 @@ class Runtime:
                 "gradients accumulated under run.no_sync() were never synchronised: run the last "
                 "micro-batch's backward outside of the block before optimizer.step()."
             )
+        if not self._reached:
+            self._tell_of_no_gradient()
         with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else nullcontext():
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
@@ -322,8 +296,20 @@ class Runtime:
             self._settle()
             with self.host.stepped(update.optimizer) if self.host is not None else nullcontext():
                 self.pace.step(update, step)
-        self.stale = True
+        self.supply.stale = True
         self.steps += 1
+
+    def _tell_of_no_gradient(self) -> None:
+        """Once, where no backward has had any effect: torch says nothing of inputs that it cannot reach."""
+        self._reached = True
+        if all(param.home.grad is None for param in self.params):
+            log.warning(
+                "rank %d: optimizer.step() without a gradient: since zs.shard() no backward has reached a "
+                "parameter. Call loss.backward() without inputs=[...], and not torch.autograd.grad(): "
+                "autograd knows the whole parameters that stand in the modules while they compute, not those "
+                "of model.parameters().",
+                self.transport.rank,
+            )
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -358,7 +344,7 @@ class Runtime:
 
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
-        self.stale, self._rewritten, self.repeats = True, True, False
+        self.supply.changed()
         self.pace.rewritten()
 
     def before_change(self, in_step: bool = False) -> None:
@@ -376,7 +362,7 @@ class Runtime:
         if self.pace.forget(optimizer):
             self.before_change()
             self.pace.turn()
-            self.stale = True
+            self.supply.stale = True
         if self.unsynced:
             for param in self.params:
                 param.leaf.grad = None
@@ -445,6 +431,4 @@ class Runtime:
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
-        self._overlaps = self._overlaps or any(b.rests.rows != "device" for b in self.bundles)
-        self._refreshed = [b for b in self.bundles if b.refreshes]  # in `publish`: often none of many
-        self._handed_on = [b for b in self.bundles if b.exchanges or (self._overlaps and b.resident)]
+        self.supply.adopt(self.bundles)

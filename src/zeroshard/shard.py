@@ -70,6 +70,8 @@ class Master(Protocol):
     """The fp32 rows of a parameter whose home shows fewer bits or only a copy: a split master, or one on the
     disk. Elements are counted from this rank's first; what is read is flat, on the host or on the device."""
 
+    on_disk: bool  # then the home may show NaN
+
     def read(self, start: int, stop: int) -> Tensor: ...
 
     def write(self, start: int, values: Tensor) -> None:
@@ -79,6 +81,8 @@ class Master(Protocol):
 class SplitMaster:
     """A bf16 weight and its 16-bit remainder, on the host or beside the weight. What is read is where the
     remainder is."""
+
+    on_disk = False
 
     def __init__(self, weight: Tensor, remainder: Tensor) -> None:
         self._weight, self._remainder = weight.view(-1), remainder.view(-1)

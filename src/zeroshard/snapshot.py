@@ -297,7 +297,7 @@ def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
     updates = runtime.host.updates if runtime.host is not None else None
     return {
         "step": runtime.steps,
-        "published": not runtime.stale,
+        "published": not runtime.supply.stale,
         "norm": runtime.norm,
         **({"host_norm": updates.outlook.norm, "host_swing": updates.outlook.swing} if updates else {}),
         "world": runtime.transport.size,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import ModelError
+from .config import Precision
+from .errors import ModelError, OptionError
 from .step import refuse_unfit
+from .units import matching
+
+MOST_PATTERNS = 4  # that a message lists
 
 
 def refuse_model(model: nn.Module, who: str) -> None:
@@ -34,3 +38,43 @@ def refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], who: st
                 f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the "
                 "optimizer from model.parameters(), after the model is complete, and pass that very model."
             )
+
+
+def refuse_precision(model: nn.Module, precision: Precision | None) -> None:
+    """Patterns that name no parameter; and batch statistics of another dtype than the weights beside them, of
+    which torch would say in forward that it expected another scalar type."""
+    if precision is None:
+        return
+    names = [name for name, p in model.named_parameters() if p.is_floating_point()]
+    kept = set(matching(precision.keep, names, "Precision.keep", "parameters"))
+    mixed = list(_mixed_statistics(model, precision, kept))
+    if not mixed:
+        return
+    path, module, statistics, weights = mixed[0]
+    told = f"`{path or 'the model'}` ({type(module).__name__}) has statistics in {statistics}"
+    if statistics != precision.master:
+        raise OptionError(
+            f"{told} and would compute with weights in {weights}, which torch refuses. Cast that module "
+            f"before shard(): .to(torch.{weights})."
+        )
+    keep = repr((*precision.keep, *(f"{found[0]}.*" if found[0] else "*" for found in mixed)))
+    if len(mixed) > MOST_PATTERNS:
+        keep = 'tuple(f"{n}.*" for n, m in model.named_modules() if hasattr(m, "running_mean"))'
+    raise OptionError(
+        f"{told}, and precision= has its weights compute in {weights}, which torch refuses. Let them compute "
+        f'in {statistics}: precision=zs.Precision("{precision.compute}", keep={keep}).'
+    )
+
+
+def _mixed_statistics(
+    model: nn.Module, precision: Precision, kept: set[str]
+) -> Iterator[tuple[str, nn.Module, str, str]]:
+    """Modules whose running statistics and weights would differ: name, module, the two dtypes."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        mean, weight = module._buffers.get("running_mean"), module._parameters.get("weight")
+        if mean is not None and weight is not None and weight.is_floating_point():
+            statistics = str(mean.dtype).removeprefix("torch.")
+            weights = precision.master if names[id(weight)] in kept else precision.compute
+            if statistics != weights:
+                yield path, module, statistics, weights

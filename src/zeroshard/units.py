@@ -4,15 +4,14 @@ patterns otherwise."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
 
-from .config import did_you_mean
-from .errors import ModelError, OptionError
+from .errors import ModelError, OptionError, did_you_mean
 
 
 @dataclass
@@ -84,6 +83,24 @@ def matching(
             raise OptionError(f'{what} pattern "{pattern}" matches none of the {len(known)} {plural}.{near}')
         hit.update(found)
     return [name for name in known if name in hit]
+
+
+def called_by(wanted: Sequence[str], names: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The parameters that patterns name (none: all), each with the names to give it: its own, and of its
+    other `names` (tied weights) those that were asked for as such, or without its own."""
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise OptionError(
+                f"run.gathered({pattern!r}): parameters are named by texts or patterns, one after another: "
+                'run.gathered("head.weight", "blocks.0.*"), or run.gathered(*names).'
+            )
+    others = {other: name for name, every in names.items() for other in every if other not in names}
+    hit = set(matching(wanted or ("*",), [*names, *others], "parameter", "parameters"))
+    called = {name: [name] if name in hit else list[str]() for name in names}
+    for other, name in others.items():
+        if other in hit and (other in wanted or name not in hit):
+            called[name].append(other)
+    return {name: given for name, given in called.items() if given}
 
 
 def _family(name: str) -> str:

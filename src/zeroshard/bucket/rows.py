@@ -2,7 +2,8 @@
 
 One parameter a bucket. A part of the wire is two int64 (bytes of the part that count, whether the sender used
 the parameter), then the code of the destination's rows; its length varies from step to step. Rows are added
-where the dense sum would add zeros, in rank order, so the sum is the dense one.
+where the dense sum would add zeros, in its order, so the sum is the dense one: in rank order, or inside every
+node and then node by node.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..codec import Rows
 from ..coding import ROWS_HEAD, rows_spans
-from ..comm import Region, Transport, Work
+from ..comm import Region, Transport, Work, first_scale
 from ..layout import Pack
 from ..pool import Ledger
 from ..shard import Param
@@ -86,14 +87,36 @@ class RowsBucket(Bucket):
         rank = self.transport.rank
         total = out if out.dtype.itemsize >= 4 else self.desk.total[: out.numel()]
         body = self._matrix(total, rank)
-        for number, part in enumerate(parts):
-            self.codec.decode(part[ROWS_HEAD:].to(out.device), body, add=number > 0)
-        body.mul_(1.0 / self.pack.world)
+        self._add([part[ROWS_HEAD:].to(out.device) for part in parts], body)
         users = sum(int(part[8:ROWS_HEAD].view(torch.int64)) for part in parts)
         flags = self.whole[self.pack.full :] if self.whole is not None else total[self.pack.body(rank) :]
         flags[0] = users
         if total is not out:
             out.copy_(total)
+
+    def _add(self, codes: list[Tensor], body: Tensor) -> None:
+        """The mean of all ranks' rows, in the order and with the rounding of the transport's `reduce`."""
+        each = self.transport.summed_first
+        if each == 1:
+            for number, code in enumerate(codes):
+                self.codec.decode(code, body, add=number > 0)
+            body.mul_(1.0 / self.pack.world)
+            return
+        first = first_scale(each, self.wire_dtype.itemsize)
+        body.zero_()
+        for start in range(0, len(codes), each):
+            places, rows = self._sum(codes[start : start + each], body)
+            body.index_add_(0, places, rows.mul_(first).to(self.wire_dtype).to(body.dtype))
+        body.mul_(1.0 / self.pack.world / first)
+
+    def _sum(self, codes: list[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Places and sums of the rows that any of these ranks touched."""
+        read = [self.codec.read(code, self._slot.row) for code in codes]
+        places = torch.cat([places for places, _ in read]).unique()
+        total = like.new_zeros(len(places), self._slot.row)
+        for at, rows in read:
+            total.index_add_(0, torch.searchsorted(places, at), rows.to(total.dtype))
+        return places, total
 
     # ------------------------------------------------------------------ stage 0: back to everybody
 

@@ -15,8 +15,8 @@ from zeroshard.checkpoint.manifest import Entry
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
 from zeroshard.checkpoint.wording import os_error
-from zeroshard.config import show_apart
 from zeroshard.errors import CheckpointError
+from zeroshard.sizes import show_apart
 
 SHARD = 5_000_000_000  # bytes: what Hugging Face libraries cut at
 INDEX = "model.safetensors.index.json"

@@ -18,9 +18,9 @@ from zeroshard.checkpoint.records import CHUNK
 from zeroshard.checkpoint.shelf import tensors_of
 from zeroshard.checkpoint.tensorfile import open_regular, parse_header, read_header_bytes
 from zeroshard.checkpoint.wording import quoted
-from zeroshard.config import show_apart
 from zeroshard.errors import CheckpointError
 from zeroshard.native import crc32
+from zeroshard.sizes import show_apart
 
 _MOST_OPEN = 16
 

@@ -38,8 +38,8 @@ from zeroshard.checkpoint.tensorfile import TensorFileWriter
 from zeroshard.checkpoint.turns import gently
 from zeroshard.checkpoint.values import joined, pack
 from zeroshard.checkpoint.wording import quoted
-from zeroshard.config import show_apart
 from zeroshard.errors import CheckpointError
+from zeroshard.sizes import show_apart
 
 _VISIBLE = 5.0  # seconds
 
@@ -91,9 +91,9 @@ class Job:
         copy: bool = False,
         drawn: Drawn | None = None,
     ) -> None:
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise CheckpointError(
-                f"keep={keep!r} would remove the checkpoint just saved; pass 1 or more, or None for all."
+                f"keep={keep!r} is no number of checkpoints to keep; pass 1 or more, or None for all."
             )
         self.target = Path(os.path.abspath(path))
         self.peers = peers

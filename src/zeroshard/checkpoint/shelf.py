@@ -13,6 +13,7 @@ from zeroshard.checkpoint import claim
 from zeroshard.checkpoint.manifest import NAME, Head, Manifest, read_head, read_manifest
 from zeroshard.checkpoint.wording import quoted, some
 from zeroshard.errors import CheckpointError
+from zeroshard.fields import path_text
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Complete: the manifest proves itself, and every file is there with its size. Contents are proven when they
     are loaded.
     """
-    root = Path(folder)
+    root = Path(path_text(folder, "zs.latest(folder)"))
     if is_complete(root):
         return root
     return next((item.path for item in listing(root) if is_complete(item.path)), None)

@@ -25,7 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exports, and says what it wrote."""
     from zeroshard.checkpoint import export
-    from zeroshard.config import dtype_name, parse_bytes, show_bytes
+    from zeroshard.config import dtype_name
+    from zeroshard.sizes import parse_bytes, show_bytes
 
     dtype = None if arguments.dtype is None else dtype_name(arguments.dtype, "--dtype")
     done = export(arguments.checkpoint, arguments.out, parse_bytes(arguments.max_shard, "--max-shard"), dtype)

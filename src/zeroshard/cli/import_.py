@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Imports, and says what it wrote."""
     from zeroshard.checkpoint import import_weights, read_manifest
-    from zeroshard.config import show_bytes
+    from zeroshard.sizes import show_bytes
 
     saved = import_weights(arguments.source, arguments.out, arguments.prefix)
     print(f"{saved.path}: {len(read_manifest(saved.path).entries)} tensors, {show_bytes(saved.bytes)}")

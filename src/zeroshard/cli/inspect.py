@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _facts(manifest: Manifest, path: str, console: Any) -> None:
     from datetime import datetime
 
-    from zeroshard.config import show_bytes
+    from zeroshard.sizes import show_bytes
 
     saved = datetime.fromtimestamp(manifest.head.saved_at).astimezone().isoformat(" ", "seconds")
     by = ", ".join(_printable(f"{name} {number}"[:80]) for name, number in manifest.versions.items())
@@ -103,7 +103,7 @@ def _tensors(manifest: Manifest, console: Any, most: int | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from zeroshard.config import show_bytes
+    from zeroshard.sizes import show_bytes
 
     table = Table()
     for name in ("tensor", "kind", "shape", "dtype"):

@@ -65,7 +65,7 @@ def _show(machines: Sequence[Machine]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from zeroshard.config import show_bytes
+    from zeroshard.sizes import show_bytes
 
     table = Table(pad_edge=False)
     heads = (

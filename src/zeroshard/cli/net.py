@@ -123,7 +123,7 @@ def _count(number: int, what: str) -> str:
 def _by_size(links: Links) -> RenderableType:
     from rich.table import Table
 
-    from zeroshard.config import show_bytes
+    from zeroshard.sizes import show_bytes
 
     table = Table(title="One message, and a reduction of all ranks", title_justify="left")
     table.add_column("bytes", justify="right")
@@ -148,8 +148,8 @@ def _by_pair(links: Links) -> RenderableType:
     """Latency above, rate below the diagonal; of many ranks, the slowest pairs."""
     from rich.table import Table
 
-    from zeroshard.config import show_bytes
     from zeroshard.net.links import EVERY_PAIR
+    from zeroshard.sizes import show_bytes
 
     if links.ranks > EVERY_PAIR:
         slowest = sorted(links.pairs, key=lambda link: link.rate)[:5]
@@ -180,7 +180,7 @@ def _by_pair(links: Links) -> RenderableType:
 def _ways(advice: Advice, arguments: Any) -> RenderableType:
     from rich.table import Table
 
-    from zeroshard.config import show_bytes
+    from zeroshard.sizes import show_bytes
 
     table = Table(
         title=f"Estimated for {arguments.parameters:,.0f} parameters and {arguments.step:g} s of computation",

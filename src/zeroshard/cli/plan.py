@@ -172,7 +172,7 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
     """The machine, and the limit: its whole memory where a GPU is named."""
-    from zeroshard.config import did_you_mean
+    from zeroshard.errors import did_you_mean
     from zeroshard.machine import GPUS, machine
 
     try:

@@ -189,10 +189,8 @@ def check(codec: Codec, values: Tensor, code: Tensor, name: str = "values") -> N
         raise OptionError(f"{where}: `code` is on {code.device} and `{name}` on {values.device}.")
 
 
-def check_freeze(name: str, freeze: object, warmup_steps: int) -> None:
+def check_freeze(name: str, freeze: bool, warmup_steps: int) -> None:
     """Raise unless there is a warm-up in which second moments settle before they are frozen."""
-    if not isinstance(freeze, bool):
-        raise OptionError(f"{name}(freeze={freeze!r}) must be True or False.")
     if freeze and not warmup_steps:
         raise OptionError(
             f"{name}(freeze=True) keeps Adam's second moments as the warm-up leaves them, and there is none: "
@@ -200,10 +198,8 @@ def check_freeze(name: str, freeze: object, warmup_steps: int) -> None:
         )
 
 
-def check_residual(name: str, residual: object, feedback: bool) -> None:
-    """Raise unless a residual of this dtype can be kept."""
-    if residual not in RESIDUALS:
-        raise OptionError(f"{name}(residual={residual!r}): pass 'float32' or 'bfloat16'.")
+def check_residual(name: str, residual: Residual, feedback: bool) -> None:
+    """Raise unless a residual is kept that can be of this dtype."""
     if residual != "float32" and not feedback:
         raise OptionError(
             f"{name}(residual={residual!r}) keeps nothing without feedback=True: drop one of them."
@@ -240,7 +236,7 @@ def check_warmup(name: str, codec: Codec, warmup: object, warmup_steps: int) -> 
         )
 
 
-def check_steps(name: str, steps: object, option: str = "warmup_steps") -> None:
+def check_steps(name: str, steps: int, option: str = "warmup_steps") -> None:
     """Raise unless the length of a warm-up is one."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise OptionError(f"{name}({option}={steps!r}): a whole number, 0 or more, is needed.")
+    if steps < 0:
+        raise OptionError(f"{name}({option}={steps}): 0 or more is needed.")

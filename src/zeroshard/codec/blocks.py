@@ -22,6 +22,7 @@ from torch import Tensor
 from zeroshard.codec import gpu
 from zeroshard.codec.base import RESIDUALS, Codec, Residual, check, check_residual, padded, wide_residual
 from zeroshard.errors import OptionError
+from zeroshard.fields import check_fields
 from zeroshard.native.codes import Blocks
 
 NAN = 0x7FC0  # the bits of a bf16 scale that says: not all finite
@@ -53,7 +54,8 @@ class Blocked(Codec):
     bits: ClassVar[int]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or not 16 <= self.block <= 65536 or self.block % 16:
+        check_fields(self)
+        if not 16 <= self.block <= 65536 or self.block % 16:
             raise OptionError(
                 f"{type(self).__name__}(block={self.block!r}): a multiple of 16 from 16 to 65536 is needed."
             )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from zeroshard.codec import gpu
 from zeroshard.codec.base import Codec, check, padded
-from zeroshard.errors import OptionError
+from zeroshard.fields import check_fields
 from zeroshard.native import accumulate, cast
 from zeroshard.native.codes import spread
 from zeroshard.policy import Numerics
@@ -33,8 +33,7 @@ class Cast(Codec):
     numerics: ClassVar[Numerics] = "rounding"
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(Half):
-            raise OptionError(f"Cast({self.dtype!r}): pass 'bfloat16' or 'float16'.")
+        check_fields(self)
 
     def wire_bytes(self, numel: int) -> int:
         return padded(2 * numel)

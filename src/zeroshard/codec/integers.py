@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from zeroshard.codec.blocks import HUGE, MAGNITUDE, NAN, Blocked, Run, pack, unpack, wide
-from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
 
 _TINY = 27 << 23  # the bits of 2**-100
@@ -36,13 +35,6 @@ class _Integers(Blocked):
     feedback: bool = False
     stochastic: bool = False
     numerics: ClassVar[Numerics] = "rounding"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option in ("feedback", "stochastic"):
-            if not isinstance(getattr(self, option), bool):
-                name = f"{type(self).__name__}({option}={getattr(self, option)!r})"
-                raise OptionError(f"{name}: pass True or False.")
 
     @property
     def levels(self) -> int:

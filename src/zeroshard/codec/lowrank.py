@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroshard.codec.base import Compression
 from zeroshard.errors import OptionError
+from zeroshard.fields import check_fields
 from zeroshard.policy import Numerics
 
 
@@ -43,8 +44,9 @@ class LowRank(Compression):
     numerics: ClassVar[Numerics] = "approximate"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise OptionError(f"LowRank(rank={self.rank!r}): a whole number, 1 or more, is needed.")
+        check_fields(self)
+        if self.rank < 1:
+            raise OptionError(f"LowRank(rank={self.rank}): 1 or more is needed.")
 
     @property
     def feedback(self) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from zeroshard.codec.base import Codec, check_freeze, check_steps, check_warmup
 from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
-from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
 
 
@@ -44,8 +43,6 @@ class OneBit(Blocked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps("OneBit", self.warmup_steps)
-        if not isinstance(self.feedback, bool):
-            raise OptionError(f"OneBit(feedback={self.feedback!r}): pass True or False.")
         check_freeze("OneBit", self.freeze, self.warmup_steps)
         check_warmup("OneBit", self, self.warmup, self.warmup_steps)
 

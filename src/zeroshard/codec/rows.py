@@ -66,13 +66,17 @@ class Rows(Compression):
 
     def decode(self, code: Tensor, out: Tensor, add: bool) -> None:
         """Write the rows into the matrix `out` and zeros between them, or add them to it."""
+        places, rows = self.read(code, out.shape[1])
+        if not add:
+            out.zero_()
+        out.index_add_(0, places, rows.to(out.dtype))
+
+    def read(self, code: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The places, in order, and the rows, as they lie in the code."""
         used, count, kind = code[:_HEAD].view(torch.int64).tolist()
         begin = _HEAD + _places_bytes(count)
         places = code[_HEAD : _HEAD + 4 * count].view(torch.int32)
-        rows = code[begin:used].view(_KINDS[kind]).view(count, out.shape[1]).to(out.dtype)
-        if not add:
-            out.zero_()
-        out.index_add_(0, places, rows)
+        return places, code[begin:used].view(_KINDS[kind]).view(count, width)
 
 
 def _places_bytes(count: int) -> int:

@@ -47,10 +47,8 @@ class Ternary(Blocked):
         super().__post_init__()
         if self.block > 256:
             raise OptionError(f"Ternary(block={self.block}): at most 256, so that a byte can say a place.")
-        if not isinstance(self.large, int) or not 0 <= self.large <= self.block:
-            raise OptionError(f"Ternary(large={self.large!r}): a number from 0 to {self.block} is needed.")
-        if not isinstance(self.feedback, bool):
-            raise OptionError(f"Ternary(feedback={self.feedback!r}): pass True or False.")
+        if not 0 <= self.large <= self.block:
+            raise OptionError(f"Ternary(large={self.large}): a number from 0 to {self.block} is needed.")
 
     def _form(self, step: int = 0) -> Blocks:
         return Blocks(self.block, self.bits, large=self.large)

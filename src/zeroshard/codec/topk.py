@@ -24,6 +24,7 @@ from zeroshard.codec.base import (
 )
 from zeroshard.codec.blocks import MAGNITUDE
 from zeroshard.errors import OptionError
+from zeroshard.fields import check_fields
 from zeroshard.native.codes import largest
 from zeroshard.policy import Numerics
 
@@ -65,9 +66,10 @@ class TopK(Codec):
     numerics: ClassVar[Numerics] = "approximate"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ratio, (int, float)) or not 0.0 < self.ratio <= 1.0:
+        check_fields(self)
+        if not 0.0 < self.ratio <= 1.0:
             raise OptionError(f"TopK(ratio={self.ratio!r}): a share above 0 and up to 1 is needed.")
-        if not isinstance(self.momentum, (int, float)) or not 0.0 <= self.momentum < 1.0:
+        if not 0.0 <= self.momentum < 1.0:
             raise OptionError(f"TopK(momentum={self.momentum!r}) must be at least 0 and below 1.")
         check_residual("TopK", self.residual, True)
         check_steps("TopK", self.warmup_steps)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
-from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
 
 # In units of the block's mean magnitude: what small and large values become, and where the border is. For
@@ -34,11 +33,6 @@ class TwoBit(Blocked):
     feedback: bool = True
     numerics: ClassVar[Numerics] = "approximate"
     bits: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.feedback, bool):
-            raise OptionError(f"TwoBit(feedback={self.feedback!r}): pass True or False.")
 
     def _encode_run(self, run: Run, values: Tensor, salt: int | None) -> Tensor:
         scale = mean_scale(values)

@@ -6,7 +6,7 @@ from .local import LocalTransport
 from .nccl import NcclTransport
 from .nodes import NodesTransport
 from .shm import ShmTransport
-from .sums import Span, sum_spans
+from .sums import Span, first_scale, sum_spans
 from .targets import Targets, in_wire
 from .transport import Counters, Region, Transport, Work
 
@@ -23,6 +23,7 @@ __all__ = [
     "Transport",
     "Work",
     "connect",
+    "first_scale",
     "in_wire",
     "sum_spans",
 ]

@@ -52,6 +52,11 @@ def connect(
     """
     if transport not in NAMES:
         raise OptionError(f"unknown transport {transport!r}: one of {', '.join(NAMES)}")
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise OptionError(
+            f"group={group!r} is no process group of torch.distributed that this rank is in: pass what "
+            "torch.distributed.new_group() gave its members, and call shard() on these alone."
+        )
     if not (dist.is_available() and dist.is_initialized()):
         if transport in ("auto", "local"):
             return LocalTransport(device)

@@ -49,6 +49,7 @@ __all__ = ["GlooTransport"]
 _HEAD = 1024
 _LABEL = 400
 _PASSAGES = 4  # of one key that are kept
+_PARTING = 10.0  # seconds that a rank stays for peers that have yet to take what it sent
 
 _UNREAD = 0xFF
 
@@ -374,6 +375,7 @@ class GlooTransport(Transport):
 
     def close(self) -> None:
         failure.unlisten(self)
+        self._link.flush([job for jobs in self._sends.values() for job in jobs if not job.done], _PARTING)
         self._link.close()
         self._pending.clear()
         self._sends.clear()

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -276,6 +276,21 @@ class Link:
             self._gloo.send([note], peer, _NOTE_TAG).wait()
         except RuntimeError:
             return
+
+    def flush(self, jobs: Iterable[Job], seconds: float) -> None:
+        """Wait for sends that nobody here waits for: gloo keeps a message back until its receiver asks, and
+        forgets it with its job. Not where a rank has failed, and not for ever."""
+        end = time.monotonic() + seconds
+        if self._reported or self.note() is not None:
+            return
+        try:
+            for job in jobs:
+                if not job.posted.wait(max(end - time.monotonic(), 0.0)):
+                    return
+                for _, work in job.works:
+                    work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        except RuntimeError:
+            return  # the peer is gone, and wants nothing any more
 
     def close(self) -> None:
         """Let go of the connections."""

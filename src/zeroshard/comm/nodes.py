@@ -29,6 +29,7 @@ from . import failure
 from .gloo import GlooTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
+from .sums import first_scale
 from .topology import Topology
 from .transport import Cuts, Land, Region, Spans, Transport, Work, fold, slices
 
@@ -68,7 +69,8 @@ class NodesTransport(Transport):
         super().__init__(rank, len(topology.nodes), device)
         each = topology.ranks_per_node
         assert each is not None
-        self.ranks_per_node, self._count = each, topology.count
+        self.ranks_per_node = self.summed_first = each
+        self._count = topology.count
         self._node, self._local = divmod(rank, each)
         self._inner = self._join_node(store, timeout)
         namesakes = [node * each + self._local for node in range(self._count)]
@@ -173,8 +175,7 @@ class NodesTransport(Transport):
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
         namesakes = slices(wire.mine, pieces)[self._local :: self.ranks_per_node]
-        # A 16-bit sum of many ranks could overflow before it is divided.
-        first = 1.0 / self.ranks_per_node if wire.mine.element_size() < 4 else 1.0
+        first = first_scale(self.ranks_per_node, wire.mine.element_size())
         inside = self._inner.reduce_blocks(kind, key, wire.state["inner"], pieces, namesakes, first)
 
         def across() -> Work:

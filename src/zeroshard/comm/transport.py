@@ -122,6 +122,7 @@ class Transport(ABC):
     overlaps: bool = False  # operations go on while this thread computes
     staged: bool = False  # they pass through device memory that the transport keeps
     adds_here: bool = False  # sums are made by the thread that waits: there is a `reduce_by`
+    summed_first: int = 1  # neighbouring ranks whose pieces `reduce` adds before it adds those sums
     keeps_order: bool = False  # they run one after another, so that all ranks must start them in one order
     direct: bool = False  # messages from rank to rank: gathers need neither `open` nor one order on all ranks
 

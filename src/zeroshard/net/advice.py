@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..codec import Int8, TopK
-from ..config import Numerics, show_bytes
+from ..config import Numerics
+from ..sizes import show_bytes
 from .links import Links
 
 BACKWARD = 2 / 3

@@ -101,6 +101,10 @@ class AdaptivePace(Pace):
     def meet(self) -> None:
         self.pace.meet()
 
+    def wind_up(self) -> None:
+        for pace in self.paces:
+            pace.wind_up()
+
     def take_buffers(self, buffers: list[Tensor]) -> None:
         for pace in self.paces:
             pace.take_buffers(buffers)

@@ -156,6 +156,11 @@ class DelayedGradients(Gradients):
         for bucket in self.buckets:
             self._land(bucket)
 
+    @property
+    def interrupted(self) -> bool:
+        """A backward has begun to send and has not come to its end: peers may not have begun."""
+        return self._next > 0
+
     def drop(self) -> None:
         """Forget the gradients that are under way. The reductions end all the same: peers wait for them."""
         self.start_late()
@@ -281,6 +286,8 @@ class DelayedLocalGradients(LocalGradients, Guarded):
         for sink in self._sinks:
             sink.hand_on()
 
+    interrupted = False  # nobody waits for anything
+
     def drop(self) -> None:
         self._held.clear()
         for sink in self._sinks:
@@ -355,6 +362,10 @@ class DelayedPace(Pace):
             self._unused = self.begun = False
             self.gradients.drop()
         return False
+
+    def wind_up(self) -> None:
+        if not self.gradients.interrupted:
+            self.gradients.drop()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -68,6 +68,9 @@ class Pace:
     def meet(self) -> None:
         """Make all ranks equal now, where they have trained apart. Every rank calls it."""
 
+    def wind_up(self) -> None:
+        """The run ends: what is on its way arrives, and is forgotten. Every rank calls it."""
+
     def report(self) -> tuple[str, ...]:
         """What happened, a line each; see `Stats.switches`."""
         return ()

@@ -128,11 +128,11 @@ class Paging:
 
     def poke(self, page: Page, at: int, values: Tensor) -> None:
         """Overwrite some bytes of a page that is AWAY."""
-        values = values.contiguous().view(-1).view(torch.uint8)
-        nbytes = values.numel()
+        nbytes = values.nbytes
         self.settle(page)
         if not nbytes:
             return
+        values = values.contiguous().view(-1).view(torch.uint8)
         first = at // GRAIN * GRAIN
         with page.mending, mmap.mmap(-1, grains(at + nbytes - first)) as bounce:
             view = memoryview(bounce)
