@@ -46,7 +46,7 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
     whole = setup.reduces and setup.options.stage == 0
     # Stage 0: gradients come back from those who added them up when backward is over; messages do at once.
-    if whole and setup.overlaps and (setup.staged or setup.options.compress):
+    if whole and setup.overlaps and (machine.gpu or setup.options.compress):
         alone = exchange / 2
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
     beside = {"compute": compute, "exchange": exchange - alone}
