@@ -110,8 +110,11 @@ class Case:
     @property
     def accumulates_apart(self) -> bool:
         """Micro-batches but the last are under `no_sync`: asked for, or else refused."""
-        updates_early = self.offload is not None and "clip_norm" in dict(self.options)
-        return self.no_sync or updates_early
+        return self.no_sync or self.updates_early
+
+    @property
+    def updates_early(self) -> bool:
+        return self.offload is not None and "clip_norm" in dict(self.options)
 
     @property
     def precision(self) -> zs.Precision:
@@ -141,12 +144,14 @@ class Case:
             compute = precision if isinstance(precision, str) else precision.compute
             options["precision"] = zs.Precision(compute, keep=("*norm*", "bn*"))
         delayed = "Delayed" in str(options.get("sync"))
+        early = drawn.updates_early and drawn.precision.compute != "float16"
         return replace(
             drawn,
             flags=self.flags,
             opt=self.opt,
             sched=self.sched,
-            scaled=self.scaled and not delayed,  # a scaler does not wait for gradients
+            scaled=self.scaled
+            and not (delayed or early),  # a scaler must see gradients, and those of the step
             boom=(),
             no_sync=delayed or drawn.no_sync,
             options=tuple(options.items()),

@@ -145,6 +145,37 @@ def test_grad_scaler_with_an_infinity_on_one_rank(optimizer: str, clip: float | 
         assert_losses(mean_losses(trained), by_hand.losses, 0.0 if exact else 1e-6)
 
 
+def clipped(fused: bool, shards: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and norms with a scaler whose first scale is too large; all ranks have one batch."""
+    model = models.build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    run = zs.shard(model, optimizer, stage=2, clip_norm=0.2) if shards else None
+    scaler, norms = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120), []
+    for step in range(4):
+        scaler.scale(model(models.MLP.batch(3, seed=step))).backward()
+        if run is None:
+            scaler.unscale_(optimizer)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if run is not None:
+            norms.append(run.stats().norm)
+    if run is not None:
+        run.close()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, norms[1:]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clip_norm_is_of_gradients_without_their_scale(fused: bool) -> None:
+    weights, norms = clipped(fused, shards=False)
+    assert min(norms) > 0.2
+    for found, seen in ranks(2).run(clipped, fused, True):
+        assert_losses(seen, norms, 1e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_has_the_bits_of_shared_memory(stage: int, world: int) -> None:

@@ -63,7 +63,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state", "saved"),
-    ("part", "eligible", "unfit", "blueprint"),
+    ("part", "eligible", "unfit", "blueprint", "scaling"),
     ("live", "due"),
     ("host",),
     ("place", "wiring", "supply"),

@@ -91,22 +91,30 @@ def test_a_choice_of_policies_is_as_exact_as_the_least_exact(others: list[Any], 
     assert zs.Options(stage=0, sync=sync).numerics == numerics
 
 
-@pytest.mark.parametrize("sync", [zs.Delayed(), zs.Delayed(warmup_steps=3)])
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"sync": zs.Delayed()}, r"sync=Delayed\(\).* Compute in bf16"),
+        ({"sync": zs.Delayed(warmup_steps=3)}, r"sync=Delayed\(\).* Compute in bf16"),
+        ({"offload": zs.Offload(), "clip_norm": 1.0}, r"offload= and clip_norm=.* clip_grad_norm_\(\)"),
+    ],
+    ids=["delayed", "warm-up", "early"],
+)
 @pytest.mark.parametrize(("fused", "unscales"), [(False, False), (False, True), (True, False), (True, True)])
-def test_a_grad_scaler_beside_delayed_is_refused(sync: zs.Delayed, fused: bool, unscales: bool) -> None:
+def test_a_grad_scaler_that_cannot_divide_is_refused(
+    options: dict[str, Any], word: str, fused: bool, unscales: bool
+) -> None:
     """In the first step, before anything is updated; one that is switched off, or steps without it, go on,
     and after `close()` it works."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    run = zs.shard(model, optimizer, sync=sync)
+    run = zs.shard(model, optimizer, **options)
     before = model.weight.detach().clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
     if unscales:
         scaler.unscale_(optimizer)
-    with pytest.raises(
-        zs.StateError, match=r"GradScaler does not go with sync=Delayed\(\).* Compute in bf16"
-    ):
+    with pytest.raises(zs.StateError, match=f"a GradScaler does not go with {word}"):
         scaler.step(optimizer)
     assert torch.equal(model.weight, before)
     optimizer.zero_grad()

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from . import scaling
 from .errors import ModelError, StateError
 from .live import LiveUnit
-from .policy import delays
 from .runtime import Runtime
 from .shard import Faces, Param, names_of
 from .state import show_state, take_state, widen_state
@@ -203,13 +203,16 @@ class Hooks:
         optimizer, runtime, hooks = update.optimizer, self.runtime, self
         own_step, own_zero, own_add = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
 
-        delayed = delays(runtime.options.sync)
-        if delayed:
-            self._replace(optimizer, "_step_supports_amp_scaling", True)  # see `_refuse_scaler`
+        clips = runtime.options.clip_norm is not None
+        unscalable = scaling.why_not(runtime.options, runtime.host is not None and runtime.host.updates_early)
+        if unscalable is not None:
+            self._replace(optimizer, scaling.SAYS_SO, True)
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if delayed:
-                _refuse_scaler(optimizer)
+            if unscalable is not None:
+                scaling.refuse(optimizer, unscalable)
+            if clips:
+                scaling.unscale(optimizer)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -315,17 +318,6 @@ class Hooks:
                 )
         with self._taken_off():
             return copy.deepcopy(module, memo)
-
-
-def _refuse_scaler(optimizer: Any) -> None:
-    """An optimizer that unscales by itself is told by a `GradScaler` what it has found; without delay none
-    would be asked, and torch fail in the first step, which has no gradients."""
-    if hasattr(optimizer, "found_inf"):
-        del optimizer.found_inf, optimizer.grad_scale
-        raise StateError(
-            "a GradScaler does not go with sync=Delayed(): it divides by the scale of this step, and the "
-            "gradient has that of the step before. Compute in bf16, which needs none, or drop Delayed()."
-        )
 
 
 def _refuse_pickle(protocol: Any) -> Any:

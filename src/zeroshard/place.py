@@ -243,6 +243,11 @@ class Host:
 
     # ------------------------------------------------------------------ gradients and updates
 
+    @property
+    def updates_early(self) -> bool:
+        """Whether any update may begin in backward."""
+        return any(plot.form is not None and plot.overlapped for plot in self.plots)
+
     def sinks(
         self, params: dict[str, Param], grad_dtypes: dict[str, torch.dtype], faces: Faces, counted: bool
     ) -> dict[str, Sink]:
