@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from .local import LocalTransport
 from .nccl import NcclTransport
 from .nodes import NodesTransport
 from .rendezvous import Rendezvous
+from .roll import Roll
 from .shm import ShmTransport
 from .simulated import SimulatedTransport
 from .topology import Topology, by_count, by_host
@@ -33,6 +35,8 @@ NAMES = ("auto", "local", "shm", "gloo", "nodes", "nccl")
 
 # By this rank and the ranks of the group: the store of its time, and what its transports share.
 _watches: dict[tuple[int, ...], tuple[Store, Watch]] = {}
+# By this rank: the store of its time, and who has ended.
+_rolls: dict[int, tuple[Store, Roll]] = {}
 
 
 def connect(
@@ -71,7 +75,8 @@ def connect(
         return SimulatedTransport(rank, size, device)
     store = _own_store(group)
     watch = _shared_watch(group, store)
-    places = _places(Rendezvous(store, rank, size, timeout), device, transport, group)
+    meeting = Rendezvous(store, rank, size, timeout, _ended(group))
+    places = _places(meeting, device, transport, group)
     if ranks_per_node is None:
         topology = by_host([str(place["host"]) for place in places])
     else:
@@ -115,12 +120,27 @@ def _world() -> dist.ProcessGroup:
 def _own_store(group: dist.ProcessGroup | None) -> Store:
     """A part of the group's store that no other transport uses."""
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else _world()))
-    # A restarted run may meet what the last attempt left in the store.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     members = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
-    ours = PrefixStore(f"zeroshard/{attempt}/{members}", _get_default_store())
+    ours = PrefixStore(members, _this_attempt())
     # How many transports this rank has made, counted in the store: ranks may be threads of one process.
     return PrefixStore(str(ours.add(f"made/{dist.get_rank()}", 1)), ours)
+
+
+def _this_attempt() -> Store:
+    """A part of the default store: a restarted run may meet what the last attempt left in it."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"zeroshard/{attempt}", _get_default_store())
+
+
+def _ended(group: dist.ProcessGroup | None) -> Callable[[int], str | None]:
+    """How a rank of the group ended, if it has. From now on this rank's end is told to the others."""
+    rank, base = dist.get_rank(), _get_default_store()
+    held = _rolls.get(rank)
+    if held is None or held[0] is not base:
+        held = _rolls[rank] = (base, Roll(_this_attempt(), rank))
+    ranks = dist.get_process_group_ranks(group if group is not None else _world())
+    roll = held[1]
+    return lambda member: roll.ended(ranks[member])
 
 
 def _shared_watch(group: dist.ProcessGroup | None, store: Store) -> Watch:

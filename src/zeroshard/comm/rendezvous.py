@@ -20,12 +20,20 @@ _NAP = 0.002
 class Rendezvous:
     """Shares values by name. It asks the store instead of blocking in it, so a failed peer is noticed."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        ended: Callable[[int], str | None] = lambda rank: None,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.cause: Callable[[], str | None] = lambda: None
+        self._ended = ended
 
     def share(self, name: str, value: object) -> list[object]:
         """Every rank's value of this name, in rank order. A name is used once."""
@@ -48,6 +56,9 @@ class Rendezvous:
             cause = self.cause()
             if cause is not None:
                 raise RankError(cause)
+            end = self._ended(rank)
+            if end is not None and not self.store.check([key]):
+                raise RankError(end)
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank {rank} did not come to '{name}' within {self.timeout:.0f} s of rank {self.rank}. "

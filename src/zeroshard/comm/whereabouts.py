@@ -1,8 +1,9 @@
-"""Where this rank is while a peer waits for it: inside a collective of `torch.distributed`, perhaps.
+"""Where this rank is while a peer waits for it: inside a collective of `torch.distributed`, or in `shard`.
 
 A user's own all-reduce, or clipping by a norm over DTensors, blocks inside torch, where our waits cannot see
 it. If one rank is there and all others wait for it in ours, the run would hang until a timeout. The frames of
-the rank's thread show it, so the guard thread of a transport looks at them.
+the rank's thread show it, so the guard thread of a transport looks at them. The same goes for a rank that
+waits for the others to come to another `shard`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = tuple(
     f"{_TORCH}/distributed/{name}" for name in ("distributed_c10d.py", "_functional_collectives.py")
 )
+_PACKAGE = Path(__file__).parents[1]
+_MEETING = str(_PACKAGE / "comm" / "rendezvous.py")
 
 
 class Whereabouts:
@@ -32,9 +35,13 @@ class Whereabouts:
         self._since = 0.0
 
     def collective(self, longer_than: float) -> str | None:
-        """The collective of torch that the thread has been in for so many seconds, and who called it."""
-        frame = sys._current_frames().get(self._thread)
-        outermost = _outermost(frame)
+        """The collective of torch, or the meeting in `shard`, that the thread has been in for so many
+        seconds, and who called it."""
+        innermost = sys._current_frames().get(self._thread)
+        outermost = _outermost(innermost)
+        # A meeting looks again and again; within a collective every part of it counts anew.
+        meeting = outermost is not None and outermost.f_code.co_filename == _MEETING
+        frame = outermost if meeting else innermost
         place = (id(frame), frame.f_lasti) if frame is not None and outermost is not None else None
         now = time.monotonic()
         if place != self._place:
@@ -43,20 +50,20 @@ class Whereabouts:
             return None
         name = outermost.f_code.co_name
         what = "a collective of torch" if name.startswith("_") else f"torch.distributed.{name}"
-        return what + _caller(outermost)
+        return ("the others to come to `shard`" if meeting else what) + _caller(outermost)
 
 
 def _outermost(frame: FrameType | None) -> FrameType | None:
     """The first call into a collective on the way to `frame`."""
     found = None
     while frame is not None:
-        if frame.f_code.co_filename in _COLLECTIVES:
+        if frame.f_code.co_filename in (*_COLLECTIVES, _MEETING):
             found = frame
         frame = frame.f_back
     return found
 
 
 def _caller(frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, str(_PACKAGE))):
         frame = frame.f_back
     return "" if frame is None else f" (called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

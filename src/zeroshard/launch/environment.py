@@ -6,6 +6,7 @@ import atexit
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-__all__ = ["Announcement", "announced", "join", "resume_folder"]
+__all__ = ["Announcement", "announced", "join", "resume_folder", "tell_end"]
 
 _CPU = "cpu"
 _PATIENCE = timedelta(minutes=5)
+_LONGEST_NAP = 0.25
 
 
 def announced() -> Announcement | None:
@@ -91,7 +93,7 @@ def meet(group: Announcement, device: torch.device, patience: timedelta) -> Stor
     The keys carry the attempt: after an elastic restart the store may be the old one, with the dead ranks'
     addresses.
     """
-    from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
+    from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
     hosts = group.rank == 0 and not group.served
     where = f"{group.address}:{group.port}"
@@ -103,20 +105,44 @@ def meet(group: Announcement, device: torch.device, patience: timedelta) -> Stor
             f"rank {group.rank} of {group.world} ({group.source}) {what}: {str(error).splitlines()[0]}. "
             f"{'Is the port taken?' if hosts else 'Did rank 0 start, and can this host reach it?'}"
         ) from error
-    store = PrefixStore(f"zeroshard/attempt-{group.attempt}", connection)
+    store = _part(connection, group.attempt)
     store.set(f"device/{group.rank}", identity(device))
     if store.add("arrived", 1) == group.world:
         store.set("complete", "")
-    try:
-        store.wait(["complete"], patience)
-    except DistStoreError:
+    begun = time.monotonic()
+    # It asks instead of waiting in the store, which writes a warning whenever such a wait is over.
+    while not store.check(["complete"]):
+        waited = time.monotonic() - begun
+        time.sleep(min(1e-3 + waited / 20, _LONGEST_NAP))
+        if waited < patience.total_seconds() and not store.check(["ended"]):
+            continue
         missing = [rank for rank in range(group.world) if not store.check([f"device/{rank}"])]
-        seconds = patience.total_seconds()
-        raise RankError(
-            f"{rank_list(missing)} of {group.world} ({group.source}) did not join within {seconds:.0f} s. "
-            "They failed before `shard` or did not start: look at their output."
-        ) from None
+        ended = [rank for rank in missing if store.check([f"ended/{rank}"])]
+        who = f"{rank_list(ended or missing)} of {group.world} ({group.source})"
+        if ended:
+            raise RankError(
+                f"{who} came to the end of the script without `shard`, where rank {group.rank} waits. Every "
+                "rank must call `shard`; check branches and early exits that depend on the rank."
+            )
+        if missing and waited >= patience.total_seconds():
+            raise RankError(
+                f"{who} did not join within {patience.total_seconds():.0f} s. "
+                "They failed before `shard` or did not start: look at their output."
+            )
     return store
+
+
+def tell_end(connection: Store, attempt: int, rank: int) -> None:
+    """The launcher saw a rank end well; if it never came to `shard`, the others shall not wait for it."""
+    store = _part(connection, attempt)
+    for key in (f"ended/{rank}", "ended"):
+        store.set(key, "")
+
+
+def _part(connection: Store, attempt: int) -> Store:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"zeroshard/attempt-{attempt}", connection)
 
 
 def identity(device: torch.device) -> str:

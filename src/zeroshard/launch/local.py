@@ -23,8 +23,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroshard.errors import OptionError
+from zeroshard.launch.environment import tell_end
 from zeroshard.launch.job import Job, rank_environment, shared_environment
 from zeroshard.launch.outcome import Result, signal_name
 from zeroshard.launch.output import Screen
@@ -32,6 +34,9 @@ from zeroshard.launch.prctl import adopt_orphans
 from zeroshard.launch.rank import Seat, become
 from zeroshard.launch.restart import Restarts
 from zeroshard.launch.watch import SIGNALS, Member, Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _ADDRESS = "127.0.0.1"
 
@@ -78,11 +83,15 @@ def attempt(job: Job, number: int, begun: float, screen: Screen) -> Seat | Resul
         if isinstance(placed, Seat):
             return placed
         members.append(placed)
-    watch = Watch(job, members, screen, started, begun)
     store = serve(listener) if job.store else None
+
+    def ended_well(rank: int) -> None:
+        if store is not None:
+            tell_end(store, number, rank)
+
+    watch = Watch(job, members, screen, started, begun, ended_well)
     result = watch.wait()
     listener.close()
-    del store
     return result
 
 
@@ -126,7 +135,7 @@ def place(job: Job, rank: int, attempt: int, listener: socket.socket, earlier: l
     return Seat(rank, launcher, environment, report[kept], stdout, stderr)
 
 
-def serve(listener: socket.socket) -> object:
+def serve(listener: socket.socket) -> Store:
     """Serves torch's store on a socket that listens already; it ends with the returned object."""
     from torch.distributed import TCPStore
 

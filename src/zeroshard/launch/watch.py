@@ -87,12 +87,19 @@ class Watch:
     start."""
 
     def __init__(
-        self, job: Job, members: Sequence[Member], screen: Screen, started: float, begun: float
+        self,
+        job: Job,
+        members: Sequence[Member],
+        screen: Screen,
+        started: float,
+        begun: float,
+        ended_well: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._job = job
         self._members = {member.pid: member for member in members}
         self._screen = screen
         self._started, self._begun = started, begun
+        self._ended_well = ended_well
         self._ended: dict[int, tuple[int, float]] = {}
         self._stopped: set[int] = set()
         self._news: queue.SimpleQueue[tuple[int, Report]] = queue.SimpleQueue()
@@ -156,7 +163,10 @@ class Watch:
                 return
             # Others are orphans that became ours: see `adopt_orphans`.
             if pid in self._members:
-                self._ended[self._members[pid].rank] = (os.waitstatus_to_exitcode(status), time.monotonic())
+                rank, code = self._members[pid].rank, os.waitstatus_to_exitcode(status)
+                self._ended[rank] = (code, time.monotonic())
+                if code == 0:
+                    self._ended_well(rank)
 
     def _hear_reports(self, *, last: bool = False) -> None:
         while not self._news.empty():

@@ -1,0 +1,83 @@
+"""A rank that waits for the others to come to `shard` learns that one has ended, or waits elsewhere."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from zeroshard.comm.rendezvous import Rendezvous
+from zeroshard.comm.roll import Roll
+from zeroshard.comm.whereabouts import Whereabouts
+from zeroshard.errors import RankError
+from zeroshard.launch import environment
+from zeroshard.launch.announce import Announcement
+
+TIMEOUT = 20.0
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    store = HashStore()
+    rolls = [Roll(store, rank) for rank in range(2)]
+    met = Rendezvous(store, 0, 2, TIMEOUT, rolls[0].ended)
+    Rendezvous(store, 1, 2, TIMEOUT).store.set("place/1", "7")
+    rolls[1].close()
+    assert met.share("place", 3) == [3, 7]  # it came, and ended afterwards
+    begun = time.monotonic()
+    with pytest.raises(
+        RankError, match=r"rank 1 has ended, and others wait for it in `shard`\. Every rank must"
+    ):
+        met.share("control", 3)
+    assert time.monotonic() - begun < TIMEOUT / 2
+
+
+def test_the_first_word_about_an_end_stays() -> None:
+    store = HashStore()
+    roll = Roll(store, 1)
+    assert roll.ended(1) is None
+    roll.report("rank 1 failed: ValueError: the data were bad")
+    roll.close()
+    with pytest.raises(RankError, match=r"^rank 1 failed: ValueError: the data were bad$"):
+        Rendezvous(store, 0, 2, TIMEOUT, roll.ended).share("place", None)
+
+
+def test_a_rank_in_shard_tells_its_other_transports_where_it_is() -> None:
+    store = HashStore()
+    places: list[Whereabouts] = []
+
+    def join() -> None:
+        places.append(Whereabouts())
+        Rendezvous(store, 0, 2, TIMEOUT).share("place", None)
+
+    waiting = threading.Thread(target=join)
+    waiting.start()
+    told, deadline = None, time.monotonic() + TIMEOUT
+    while told is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        told = places[0].collective(0.2) if places else None
+    store.set("place/1", "null")
+    waiting.join()
+    assert told is not None
+    assert told.startswith("the others to come to `shard` (called at test_roll.py:")
+    assert places[0].collective(0.0) is None
+
+
+def test_a_rank_that_ends_before_its_first_shard_is_named() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    group = Announcement("torchrun", 0, 3, 0, 3, "127.0.0.1", port, served=True)
+    with pytest.raises(RankError, match=r"ranks 1-2 of 3 \(torchrun\) did not join within 0 s"):
+        environment.meet(group, torch.device("cpu"), timedelta(milliseconds=200))
+    environment.tell_end(served, 0, 2)
+    with pytest.raises(
+        RankError, match=r"^rank 2 of 3 \(torchrun\) came to the end of the script without `shard`"
+    ):
+        environment.meet(group, torch.device("cpu"), timedelta(seconds=TIMEOUT))
