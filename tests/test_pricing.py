@@ -74,18 +74,24 @@ def test_an_update_takes_what_was_measured_of_it() -> None:
 
 
 def test_gradients_of_stage_0_come_back_when_backward_is_over() -> None:
-    """Half of its exchange is hidden by no computation, and updates on the host begin after it."""
+    """Half of its exchange is hidden by no computation, and updates on the host begin after it. Without GPUs
+    plain ones come back during backward."""
 
-    def priced(link: float, offload: zs.Offload | None = None, world: int = 8) -> Candidate:
+    def priced(
+        link: float, offload: zs.Offload | None = None, world: int = 8, gpu: bool = True, **more: object
+    ) -> Candidate:
         rates = {"link": link, "network": link, "latency": 0.0, "launch": 0.0, "hand": 0.0, "gap": 0.0}
-        asked = question(1000, machine=machine("H100", host_rate=1e9, node=1, **rates), world=world)
+        asked = question(1000, machine=machine("H100", host_rate=1e9, node=1, gpu=gpu, **rates), world=world)
         segments = tuple(Segment(unit.name, flops=10**12, back=3 * 10**12) for unit in asked.units)
         clip = {"clip_norm": 1.0} if offload is not None else {}
-        options = dataclasses.replace(asked.options, stage=0, offload=offload, **clip)
+        options = dataclasses.replace(asked.options, stage=0, offload=offload, **clip, **more)
         return price(dataclasses.replace(asked, trace=lambda _: segments), options)
 
     fast, slow = priced(1e18), priced(1e11)
     assert slow.seconds["exchange"] < slow.seconds["compute"]  # else it would not be hidden anyway
+    assert slow.step - fast.step == pytest.approx(slow.seconds["exchange"] / 2)
+    assert priced(1e11, gpu=False).step == pytest.approx(priced(1e18, gpu=False).step)
+    fast, slow = (priced(link, gpu=False, compress=zs.Int8()) for link in (1e18, 1e11))
     assert slow.step - fast.step == pytest.approx(slow.seconds["exchange"] / 2)
     several, one = (priced(1e18, zs.Offload(), world) for world in (8, 1))
     assert several.seconds["host update"] == pytest.approx(one.seconds["host update"])

@@ -6,6 +6,11 @@ What a bucket is made of: see `bucket`.
 [Note: one order] Buckets are reduced in one fixed order on all ranks, whatever order they fill in; what is
 not full when backward ends goes out then, with zeros. So no rank ever waits for a bucket that another rank
 will not send.
+
+[Note: the way back] At stage 0 every rank fetches the sums of the others when backward has ended. Over a
+`direct` transport a bucket's sum goes back as soon as it has landed instead: it travels beside backward, and
+the link has work while the last sums are waited for. A peer's sum may be received where this rank's part of
+it is sent from: it cannot come before the peer has all parts.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ class Gradients:
         self.bucket_of = {p: b for b in buckets for p in b.params}
         self._next = 0
         self._flying: deque[tuple[Bucket, Work]] = deque()
+        self._returning: list[Work] = []  # see [Note: the way back]
         self._aside: dict[int, list[Tensor | None]] = {}
         for bucket in buckets:
             bucket.make_landing(stage, faces, ledger)
@@ -89,8 +95,13 @@ class Gradients:
     def _land_oldest(self) -> None:
         bucket, work = self._flying.popleft()
         work.wait()
-        if self.stage > 0 and not bucket.rounds:
+        if bucket.rounds:
+            return
+        if self.stage > 0:
             self._show(bucket)
+        elif self.transport.direct:
+            self._lay_open(bucket)
+            self._returning.append(self._gather_back(bucket))
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -125,23 +136,31 @@ class Gradients:
 
     def _gather_whole(self) -> None:
         """Stage 0: every rank fetches the reduced pieces of the others."""
-        rank, buckets = self.transport.rank, [bucket for bucket in self.buckets if not bucket.rounds]
+        buckets = [bucket for bucket in self.buckets if not bucket.rounds]
         if not buckets:
             return
-        for bucket in buckets:
-            own = bucket.reduced.mine[bucket.reduced_at[rank] :][: bucket.pack.pieces[rank]]
-            if bucket.landed is not None and own.data_ptr() != bucket.landed.data_ptr():
-                own.copy_(bucket.landed)
-        self.transport.open()
-        works = [
-            self.transport.gather("reduce", f"{b.wire.key}/whole{b.index}", b.reduced, b.cuts, b.back)
-            for b in buckets
-        ]
-        for work in works:
+        if not self.transport.direct:
+            for bucket in buckets:
+                self._lay_open(bucket)
+            self.transport.open()
+            self._returning = [self._gather_back(bucket) for bucket in buckets]
+        for work in self._returning:
             work.wait()
+        self._returning.clear()
         self.transport.fence()  # what is shown may be added to, and peers read it in place
         for bucket in buckets:
             self._show(bucket)
+
+    def _lay_open(self, bucket: Bucket) -> None:
+        """Put this rank's sum where the others fetch it."""
+        rank = self.transport.rank
+        own = bucket.reduced.mine[bucket.reduced_at[rank] :][: bucket.pack.pieces[rank]]
+        if bucket.landed is not None and own.data_ptr() != bucket.landed.data_ptr():
+            own.copy_(bucket.landed)
+
+    def _gather_back(self, bucket: Bucket) -> Work:
+        key = f"{bucket.wire.key}/whole{bucket.index}"
+        return self.transport.gather("reduce", key, bucket.reduced, bucket.cuts, bucket.back)
 
     def _show(self, bucket: Bucket) -> None:
         """Set `home.grad`, adding what earlier backward passes had left there; or hand the gradient to the

@@ -44,9 +44,9 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     exchange = _exchange(setup, machine, sent)
     gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
     alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
-    # Stage 0: gradients come back from those who added them up when backward is over.
     whole = setup.reduces and setup.options.stage == 0
-    if whole and setup.overlaps:
+    # Stage 0: gradients come back from those who added them up when backward is over; messages do at once.
+    if whole and setup.overlaps and (machine.gpu or setup.options.compress):
         alone = exchange / 2
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
     beside = {"compute": compute, "exchange": exchange - alone}

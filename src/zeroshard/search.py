@@ -78,6 +78,8 @@ def largest_model(
     >>> largest_model(build, ranks=1, limit="64MiB", stage=0, offload=None).value
     15
     """
+    if not callable(build):
+        raise OptionError(f"largest_model({build!r}) takes a function of a size that makes a model of it.")
 
     def ask(size: int) -> Inquiry:
         with torch.device("meta"):

@@ -62,7 +62,7 @@ class GlooTransport(Transport):
 
     name = "gloo"
     adds_here = True
-    overlaps = True
+    overlaps = direct = True
 
     def __init__(
         self,

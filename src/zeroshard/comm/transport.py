@@ -124,6 +124,7 @@ class Transport(ABC):
     adds_here: bool = False  # sums are made by the thread that waits: there is a `reduce_by`
     summed_first: int = 1  # neighbouring ranks whose pieces `reduce` adds before it adds those sums
     keeps_order: bool = False  # they run one after another, so that all ranks must start them in one order
+    direct: bool = False  # messages from rank to rank: gathers need neither `open` nor one order on all ranks
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
