@@ -238,7 +238,7 @@ def test_of_a_crash_the_headline_is_remembered() -> None:
     reading, writing = os.pipe()
     passed: list[bytes] = []
     relay = Relay(reading, passed.append)
-    dump = b"loss 3\nFatal Python error: Segmentation fault\n\nCurrent thread\n  File t.py\nExtension modules: a, b\n"
+    dump = b"loss 3\nFatal Python error: Segmentation fault\n\n  File t.py\nExtension modules: a, b\n"
     os.write(writing, dump)
     os.close(writing)
     relay.join()
