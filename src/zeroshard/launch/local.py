@@ -83,15 +83,17 @@ def attempt(job: Job, number: int, begun: float, screen: Screen) -> Seat | Resul
         if isinstance(placed, Seat):
             return placed
         members.append(placed)
-    store = serve(listener) if job.store else None
+    # Held here alone: the next attempt is forked after this store has ended.
+    stores = [serve(listener)] if job.store else []
 
     def ended_well(rank: int) -> None:
-        if store is not None:
+        for store in stores:
             tell_end(store, number, rank)
 
     watch = Watch(job, members, screen, started, begun, ended_well)
     result = watch.wait()
     listener.close()
+    stores.clear()
     return result
 
 
