@@ -28,7 +28,7 @@ def refuse_misuse(
     if is_sharded(model):
         raise ModelError(
             f"{type(model).__name__}, or a part of it, is sharded already. Close the earlier run first: "
-            "run.close()."
+            "run.close(). Models that share a part are sharded together: as parts of one module."
         )
     if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
         raise ModelError("this model holds DTensors: another library has sharded it. Pass a plain model.")
