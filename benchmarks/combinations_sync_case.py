@@ -139,10 +139,8 @@ class Case:
         """Another configuration for the same model and optimizer, to load the checkpoint into."""
         drawn = draw(self.seed + 500_000)
         options = dict(drawn.options)
-        precision = options.get("precision")
-        if precision and "bn" in self.flags:
-            compute = precision if isinstance(precision, str) else precision.compute
-            options["precision"] = zs.Precision(compute, keep=("*norm*", "bn*"))
+        if "precision" in options and (drawn.precision.keep or "bn" in self.flags):
+            options["precision"] = zs.Precision(drawn.precision.compute, keep=kept_wide(self.flags))
         delayed = "Delayed" in str(options.get("sync"))
         early = drawn.updates_early and drawn.precision.compute != "float16"
         return replace(
@@ -182,6 +180,11 @@ class Case:
         ):
             found += [name] if on else []
         return found
+
+
+def kept_wide(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Patterns of the parameters that do not compute in half precision."""
+    return ("*norm*", "bn*") if "bn" in flags else ("*norm*",)
 
 
 def names(value: Any) -> set[str]:
@@ -246,7 +249,7 @@ def draw(seed: int) -> Case:
     compute = r.choice([None, None, "bf16", "fp16"])
     if compute:
         keeps = r.random() < 0.3 or "bn" in flags
-        options["precision"] = zs.Precision(compute, keep=("*norm*", "bn*")) if keeps else compute
+        options["precision"] = zs.Precision(compute, keep=kept_wide(flags)) if keeps else compute
     scaled = compute == "fp16" and r.random() < 0.8
     draw_layout(r, options)
     offload = draw_offload(r) if r.random() < 0.4 else None

@@ -164,7 +164,7 @@ class Life:
         pace: Any = self.run._runtime.pace
         if hasattr(pace, "_switch") and step in (2, 5):
             pace._switch((1 + step) % len(pace.paces) if step == 5 else 1, "the benchmark asks for it")
-            self.run._runtime.stale = True  # as after the step in which a pace switches by itself
+            self.run._runtime.supply.stale = True  # as after the step in which a pace switches by itself
 
     def backward(self, step: int) -> None:
         case, rank = self.case, self.run.rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 
@@ -22,6 +23,7 @@ from zeroshard.launch.outcome import (
     rank_list,
     summary,
 )
+from zeroshard.launch.output import Relay
 from zeroshard.launch.watch import GRACE, after_failure, after_signal
 
 BOOM = Report("ValueError", "boom\nmore", "Traceback\nValueError: boom\nmore\n", at=101.0)
@@ -230,3 +232,15 @@ def test_nccl_only_where_no_gpu_is_shared() -> None:
     assert backend_for(["a/0", "a/1", "b/0"]) == "nccl"
     assert backend_for(["a/0", "a/0"]) == "gloo"
     assert backend_for(["a/0", "cpu"]) == "gloo"
+
+
+def test_of_a_crash_the_headline_is_remembered() -> None:
+    reading, writing = os.pipe()
+    passed: list[bytes] = []
+    relay = Relay(reading, passed.append)
+    dump = b"loss 3\nFatal Python error: Segmentation fault\n\n  File t.py\nExtension modules: a, b\n"
+    os.write(writing, dump)
+    os.close(writing)
+    relay.join()
+    assert relay.last_line == "Fatal Python error: Segmentation fault"
+    assert b"".join(passed) == dump

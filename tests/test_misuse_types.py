@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import zeroshard as zs
+from zeroshard import search
 from zeroshard.machine import GPUS, Machine, machine
 
 NEEDED: dict[type, dict[str, Any]] = {
@@ -72,6 +73,11 @@ def test_what_the_error_says(make: Any, said: str) -> None:
         make()
 
 
+def test_a_family_of_models_that_is_none() -> None:
+    with pytest.raises(zs.OptionError, match=r"largest_model\(3\) takes a function of a size"):
+        search.largest_model(3, ranks=1, limit="1GiB")  # type: ignore[arg-type]
+
+
 def test_lists_and_paths_are_taken() -> None:
     assert zs.Precision(keep=["*norm*"]).keep == ("*norm*",)
     assert zs.Local(rates=[1, 0.5]).rates == (1, 0.5)
@@ -112,6 +118,13 @@ def test_what_is_no_path(run: zs.Run, given: Any) -> None:
 def test_arguments_of_a_run(run: zs.Run, call: Any, said: str) -> None:
     with pytest.raises(zs.OptionError, match=said):
         call(run)
+
+
+def test_waiting_for_a_text(run: zs.Run, tmp_path: Path) -> None:
+    pending = run.save(tmp_path / "1", background=True)
+    with pytest.raises(zs.OptionError, match=r"wait\(timeout='5'\): pass a number of seconds, or None"):
+        pending.wait("5")  # type: ignore[call-arg, union-attr]
+    assert pending.wait(60.0).path == tmp_path / "1"  # type: ignore[call-arg, union-attr]
 
 
 def test_keeping_true_checkpoints(run: zs.Run, tmp_path: Path) -> None:
@@ -173,6 +186,19 @@ def test_a_tied_weight_by_its_second_name() -> None:
     with run.gathered() as whole:
         assert list(whole) == ["embed.weight", "head.bias"]
     run.close()
+
+
+@pytest.mark.parametrize("given", [
+    {"precision": zs.Precision(keep="head.weight")},
+    {"compress": {"*.bias": None, "head.w*": zs.Int8()}},
+    {"gather": {"head.weight": zs.Int8()}},
+])  # fmt: skip
+def test_options_for_a_tied_weight_go_by_its_first_name(given: dict[str, Any]) -> None:
+    said = r": \"head\.w.*\" names `head\.weight`, which is tied to .* write \"embed\.weight\"\.$"
+    with pytest.raises(zs.OptionError, match=said):
+        zs.shard(Tied(), **given)
+    with pytest.raises(zs.OptionError, match=said):
+        zs.plan(Tied(), ranks=2, limit="1GiB", **given)
 
 
 def normed(count: int = 1) -> nn.Sequential:

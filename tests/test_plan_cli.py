@@ -126,7 +126,7 @@ def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> No
         (
             "{script}:build",
             ["--device", "1KiB", "--ranks", "8", "--no-offload", "--search", "ranks"],
-            "on up to 8 ranks no plan fits 1.0 KiB per device",
+            "nothing up to 8 ranks is enough. On 8 ranks, no plan fits 1.0 KiB per device",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from .config import Options
 from .errors import ModelError, OptionError
 from .hooks import is_sharded
 from .step import unstepped
-from .unfit import refuse_model, refuse_optimizers, refuse_precision
+from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_second_names
 
 
 def refuse_misuse(
@@ -28,7 +28,7 @@ def refuse_misuse(
     if is_sharded(model):
         raise ModelError(
             f"{type(model).__name__}, or a part of it, is sharded already. Close the earlier run first: "
-            "run.close()."
+            "run.close(). Models that share a part are sharded together: as parts of one module."
         )
     if any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
         raise ModelError("this model holds DTensors: another library has sharded it. Pass a plain model.")
@@ -41,6 +41,7 @@ def refuse_misuse(
                 "checkpoint."
             )
     _refuse_two_owners(model, optimizers, options)
+    refuse_second_names(model, options)
     refuse_precision(model, options.precision)
     if init is not None and not callable(init):
         raise OptionError(f"init={init!r} must be a function that fills a module on the meta device.")

@@ -122,6 +122,11 @@ def _lacking(question: Question, one: Candidate) -> tuple[str, int, int]:
     return "disk", question.disk_limit, one.disk * node
 
 
+def smallest(question: Question, candidates: Sequence[Candidate]) -> int:
+    """The bytes that the smallest of them takes of what is limited."""
+    return min(_size(question, one) for one in candidates)
+
+
 def _size(question: Question, one: Candidate) -> int:
     return one.device + one.host if question.shared else one.device
 

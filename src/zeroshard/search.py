@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .choice import choose, fitting, refusal
+from .choice import choose, fitting, refusal, smallest
 from .errors import OptionError, PlanError
 from .plan import Plan
 from .planner import Question, all_candidates
@@ -78,6 +78,8 @@ def largest_model(
     >>> largest_model(build, ranks=1, limit="64MiB", stage=0, offload=None).value
     15
     """
+    if not callable(build):
+        raise OptionError(f"largest_model({build!r}) takes a function of a size that makes a model of it.")
 
     def ask(size: int) -> Inquiry:
         with torch.device("meta"):
@@ -106,12 +108,22 @@ def fewest_ranks(
     low, high = 0, 1
     while not fitting(at(high)):
         if high >= most:
-            raise PlanError(f"on up to {most:,} ranks {refusal(at(high), tuple(all_candidates(at(high))))}")
+            raise PlanError(_nowhere(most, at))
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fitting(at(middle)) else (middle, high)
     return Found("fewest ranks", high, inquiry.named(choose(at(high))))
+
+
+def _nowhere(most: int, at: Callable[[int], Question]) -> str:
+    """Why no number of ranks is enough, by the one of those tried that came nearest: more ranks do not always
+    take less, since a wire has at least a row of a parameter for each."""
+    worlds = [*(2**n for n in range(most.bit_length()) if 2**n < most), most]
+    made = {ranks: tuple(all_candidates(at(ranks))) for ranks in worlds}
+    ranks = min(worlds, key=lambda ranks: smallest(at(ranks), made[ranks]))
+    nearest = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
+    return f"nothing up to {most:,} ranks is enough. On {nearest}, {refusal(at(ranks), made[ranks])}"
 
 
 def _largest(what: str, ask: Callable[[int], Inquiry], low: int, high: int) -> Found:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from .config import Precision
+from .config import Options, Precision
 from .errors import ModelError, OptionError
 from .step import refuse_unfit
 from .units import matching
@@ -40,6 +42,23 @@ def refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], who: st
             )
 
 
+def refuse_second_names(model: nn.Module, options: Options) -> None:
+    """Patterns of options that name a tied weight by another than its first name, by which it goes here."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    others = {name: first[id(p)] for name, p in every if name != first[id(p)]}
+    patterns = [("Precision.keep", one) for one in (options.precision.keep if options.precision else ())]
+    patterns += [("compress", one) for one, _ in options.compress]
+    patterns += [("gather", one) for one, _ in options.gather]
+    for what, pattern in patterns if others else ():
+        found = next((name for name in others if fnmatchcase(name, pattern)), None)
+        if found is not None and not any(fnmatchcase(name, pattern) for name in first.values()):
+            raise OptionError(
+                f'{what}: "{pattern}" names `{found}`, which is tied to `{others[found]}` and goes by that '
+                f'name: write "{others[found]}".'
+            )
+
+
 def refuse_precision(model: nn.Module, precision: Precision | None) -> None:
     """Patterns that name no parameter; and batch statistics of another dtype than the weights beside them, of
     which torch would say in forward that it expected another scalar type."""
@@ -60,6 +79,7 @@ def refuse_precision(model: nn.Module, precision: Precision | None) -> None:
     keep = repr((*precision.keep, *(f"{found[0]}.*" if found[0] else "*" for found in mixed)))
     if len(mixed) > MOST_PATTERNS:
         keep = 'tuple(f"{n}.*" for n, m in model.named_modules() if hasattr(m, "running_mean"))'
+        keep += f" + {precision.keep!r}" if precision.keep else ""
     raise OptionError(
         f"{told}, and precision= has its weights compute in {weights}, which torch refuses. Let them compute "
         f'in {statistics}: precision=zs.Precision("{precision.compute}", keep={keep}).'
@@ -73,7 +93,12 @@ def _mixed_statistics(
     names = {id(p): name for name, p in model.named_parameters()}
     for path, module in model.named_modules():
         mean, weight = module._buffers.get("running_mean"), module._parameters.get("weight")
-        if mean is not None and weight is not None and weight.is_floating_point():
+        if (
+            isinstance(module, _NormBase)
+            and mean is not None
+            and weight is not None
+            and weight.is_floating_point()
+        ):
             statistics = str(mean.dtype).removeprefix("torch.")
             weights = precision.master if names[id(weight)] in kept else precision.compute
             if statistics != weights:

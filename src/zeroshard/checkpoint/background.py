@@ -12,7 +12,7 @@ from zeroshard.checkpoint.records import Peers, Saved, Snapshot
 from zeroshard.checkpoint.saving import Drawn, Job
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.turns import beside
-from zeroshard.errors import CheckpointError, ZeroShardError
+from zeroshard.errors import CheckpointError, OptionError, ZeroShardError
 from zeroshard.guard import Guarded
 
 log = logging.getLogger("zeroshard")
@@ -58,6 +58,8 @@ class PendingSave:
 
     def wait(self, timeout: float | None = None) -> Saved:
         """The finished save, or its error."""
+        if timeout is not None and not isinstance(timeout, (int, float)):
+            raise OptionError(f"wait(timeout={timeout!r}): pass a number of seconds, or None.")
         with self._progress.hurry():
             ended = wait([self._ended], timeout).done
         if not ended:

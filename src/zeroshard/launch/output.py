@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 _LONGEST_LINE = 1 << 16
+_CRASH = "Fatal Python error:"
 
 
 class Screen:
@@ -33,7 +34,8 @@ class Screen:
 
 
 class Relay(threading.Thread):
-    """Reads a rank's pipe line by line, passes each on, and remembers the last one that was not blank."""
+    """Reads a rank's pipe line by line, passes each on, and remembers the last one that was not blank: of a
+    crash its headline, not the end of the stacks that follow."""
 
     def __init__(self, descriptor: int, accept: Callable[[bytes], None]) -> None:
         super().__init__(daemon=True)
@@ -47,7 +49,7 @@ class Relay(threading.Thread):
         with open(self._descriptor, "rb") as pipe:
             while line := pipe.readline(_LONGEST_LINE):
                 text = line.decode(errors="replace").strip()
-                if text:
+                if text and not self.last_line.startswith(_CRASH):
                     self.last_line = text
                 self._accept(line)
 
