@@ -115,16 +115,15 @@ lint() { "$VENV/bin/ruff" check .; }
 
 types() { "$VENV/bin/mypy"; }
 
-# Types, the tests that start no processes, and a third of those that do.
+# Types, and the tests that start no processes.
 beside() {
     local failed=0
     types || failed=1
     "$PYTHON" -m pytest -m 'not ranks and not cuda' || failed=1
-    "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[h-m]*.py || failed=1
     return $failed
 }
 
-# The last third of the tests that start processes.
+# The second half of the tests that start processes.
 later() { "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[n-z]*.py; }
 
 chore=${1:-help}
@@ -152,9 +151,9 @@ case $chore in
             later >"$VENV/later.log" 2>&1 &
             last=$!
             trap 'kill "$other" "$last" 2>/dev/null || true' EXIT
-            "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[a-g]*.py || failed+=' pytest'
+            "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[a-m]*.py || failed+=' pytest'
             wait "$other" || failed+=' types or the tests beside them'
-            wait "$last" || failed+=' the last third of the tests'
+            wait "$last" || failed+=' the second half of the tests'
             cat "$VENV/beside.log" "$VENV/later.log"
         fi
         [ -z "$failed" ] || die "failed:$failed"
