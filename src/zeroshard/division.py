@@ -139,11 +139,6 @@ class Division(ABC):
         """Whether all leaves are always whole on the device."""
         return all(self.keeps(bundle) for bundle in self.bundles)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether any state rests off the device."""
-        return any(place.optimizer != "device" for place in self.places)
-
     @cached_property
     def reduces(self) -> bool:
         """Whether gradients travel in every step: not on one rank, nor where ranks train apart."""

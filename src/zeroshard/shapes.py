@@ -125,8 +125,8 @@ class Bundle:
     def full(self) -> int:
         return sum(aligned(slot.numel) for slot in self.slots)
 
-    def body(self, rank: int, align: int = ALIGN) -> int:
-        return sum(aligned(slot.held(rank), align) for slot in self.slots)
+    def body(self, rank: int) -> int:
+        return sum(aligned(slot.held(rank)) for slot in self.slots)
 
 
 @dataclass(frozen=True)

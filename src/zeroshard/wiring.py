@@ -53,10 +53,9 @@ class Wiring:
         ledger: Ledger,
         delays: bool,
         align: int = ALIGN,
-        key: str = "",
     ) -> None:
         self.options, self.transport, self.device, self.ledger = options, transport, device, ledger
-        self.delays, self.align, self.key = delays, align, key
+        self.delays, self.align = delays, align
         self.desk: Desk | None = None
 
     def buckets(self, params: Sequence[Param], together: Sequence[Sequence[Param]]) -> list[Bucket]:
@@ -93,7 +92,7 @@ class Wiring:
         """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
         few from stage 2 on. A coded gradient stays on its wire at no stage; factors have wires of their
         own."""
-        codec, key = sort.codec, f"{self.key}gradients {sort.wire}"
+        codec, key = sort.codec, f"gradients {sort.wire}"
         if isinstance(codec, LowRank):
             return [None] * len(packs)
         if codec is None:
