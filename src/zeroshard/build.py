@@ -27,7 +27,7 @@ from .moments import HeldMoments
 from .param import Bundle, Rests
 from .place import Host
 from .placement import Placement
-from .policy import Adaptive, Delayed, EveryStep, Local
+from .policy import Adaptive, Choice, Delayed, EveryStep, Local, choices_of
 from .pool import Ledger, Pool
 from .routes import check_patterns, gather_codec, routes_of
 from .runtime import Runtime
@@ -248,10 +248,9 @@ class Builder:
         """The policy at work. A choice of policies shares what it can: one set of buckets for all that
         reduce every step through the same codecs."""
         sync = self.options.sync
-        choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
-        paces: dict[EveryStep | Delayed | Local, Pace] = {}
-        sets: dict[object, list[EveryStep | Delayed | Local]] = {}
-        for choice in choices:
+        paces: dict[Choice, Pace] = {}
+        sets: dict[object, list[Choice]] = {}
+        for choice in choices_of(sync):
             if isinstance(choice, Local):
                 paces[choice] = self._local_pace(choice, params)
             else:

@@ -13,18 +13,12 @@ from .config import DTYPE_BYTES, Options
 from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
 from .lending import small_units
 from .placement import Place, Placement, Rest
-from .policy import Adaptive, Delayed, EveryStep, Local
+from .policy import Local, choices_of, delays
 from .routes import bucket_limit, codec_for, gather_codec
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
 from .wires import Sort
 
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
-
-
-def choices(options: Options) -> tuple[EveryStep | Delayed | Local, ...]:
-    """The policies that a run may follow."""
-    sync = options.sync
-    return sync.choices if isinstance(sync, Adaptive) else (sync,)
 
 
 @dataclass(frozen=True)
@@ -142,12 +136,14 @@ class Division(ABC):
     @cached_property
     def reduces(self) -> bool:
         """Whether gradients travel in every step: not on one rank, nor where ranks train apart."""
-        return self.world > 1 and any(not isinstance(one, Local) for one in choices(self.options))
+        return self.world > 1 and any(
+            not isinstance(choice, Local) for choice in choices_of(self.options.sync)
+        )
 
     @property
     def behind(self) -> bool:
         """Whether gradients may land a step late."""
-        return any(isinstance(one, Delayed) for one in choices(self.options))
+        return delays(self.options.sync)
 
     def recomputes(self, unit: str) -> bool:
         return unit in self._recomputed

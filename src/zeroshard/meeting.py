@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from .codec import Codec
 from .coding import wire_bytes
-from .division import Division, choices
+from .division import Division
 from .layout import Pack, buckets, slots_for
-from .policy import Local
+from .policy import Local, choices_of
 from .shapes import WIDTHS, Buffers, Weight
 
 
@@ -49,7 +49,7 @@ def meeting_bytes(setup: Division) -> Buffers:
     the anchor and the momentum of the outer step."""
     total = Buffers()
     weights = [w for unit in setup.units for w in unit.weights if w.trainable]
-    for policy in choices(setup.options):
+    for policy in choices_of(setup.options.sync):
         if isinstance(policy, Local):
             for dtype, group in _chunks(setup, weights, policy.fragments):
                 shapes = [(w.name, w.shape) for w in group]
