@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
 from .codec import Codec, Compression, Delta, Rows
-from .coding import in_words
+from .codec.base import padded
 from .config import DTYPE_BYTES, Options
-from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
+from .layout import ALIGN, Slot, aligned, buckets, slots_by_name
 from .lending import small_units
 from .placement import Place, Placement, Rest
 from .policy import Local, choices_of, delays
@@ -51,14 +51,7 @@ class Division(ABC):
             for w in weights
             if split == "whole" or (w.rule >= 0 and split != "rows" and not self.rules[w.rule].by_rows)
         }
-        result: dict[str, Slot] = {}
-        rows: Split = "level" if split == "level" else "rows"
-        kinds: tuple[tuple[Split, bool], ...] = ((rows, False), ("whole", True))
-        for kind, chosen in kinds:
-            group = [(w.name, w.shape) for w in weights if (w.name in whole) == chosen]
-            made = slots_for(group, self.world, kind if self.options.shards_state else "copy")
-            result |= {slot.name: slot for slot in made}
-        return result
+        return slots_by_name([(w.name, w.shape) for w in weights], whole, self.world, self.options.rows)
 
     def rows_rest(self, bundle: Bundle) -> Rest:
         """Where its compute weights rest: on the disk only beside their state, all of them."""
@@ -116,7 +109,7 @@ class Division(ABC):
     def code_bytes(self, bundle: Bundle, rank: int) -> int:
         """Of one rank's rows."""
         assert bundle.codec is not None
-        return in_words(bundle.codec.wire_bytes(bundle.body(rank)))
+        return padded(bundle.codec.wire_bytes(bundle.body(rank)))
 
     @property
     def streamed(self) -> bool:
@@ -305,7 +298,7 @@ class Division(ABC):
             result += [
                 Bucket(
                     ws,
-                    tuple(self._grad_slot(w) for w in ws),
+                    tuple(self.slots[w.name].reduced for w in ws),
                     wire,
                     landed,
                     self.align,
@@ -338,7 +331,3 @@ class Division(ABC):
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""
         return (*self.grad_dtypes(weight), self.codec(weight))
-
-    def _grad_slot(self, weight: Weight) -> Slot:
-        slot = self.slots[weight.name]
-        return replace(slot, split="rows") if self.world > 1 and slot.split == "copy" and slot.shape else slot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,12 +12,11 @@ from .codec import Codec, Compression, LowRank, Rows
 from .coding import rows_spans, wire_bytes
 from .comm import Region, Transport
 from .config import Options
-from .layout import ALIGN, FlatPack, Pack, Slot, buckets
+from .layout import ALIGN, FlatPack, Pack, buckets
 from .pool import Kind, Ledger
 from .routes import bucket_limit, codec_for
 from .shard import Param
-
-RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+from .wires import RING
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Wiring:
     def _pack(self, params: Sequence[Param], sort: Sort) -> Pack:
         by_rows = self.options.stage > 0 or isinstance(sort.codec, Rows)
         kind = Pack if by_rows else FlatPack
-        slots = tuple(_grad_slot(p.slot) for p in params)
+        slots = tuple(p.slot.reduced for p in params)
         return kind(slots, self.transport.size, flags=True, align=self.align)
 
     def _wires(self, packs: list[Pack], sort: Sort) -> Sequence[Region | None]:
@@ -153,8 +152,3 @@ class _Made:
     params: list[Param]
     pack: Pack
     wire: Region | None
-
-
-def _grad_slot(slot: Slot) -> Slot:
-    """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
-    return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot
