@@ -20,14 +20,14 @@ from .comm import Transport
 from .config import Options
 from .errors import ModelError, OptionError
 from .grad import Gradients, LocalBucket, LocalGradients
-from .layout import ALIGN, Pack, Slot, Split, slots_for
+from .layout import ALIGN, Pack, Slot, slots_by_name
 from .lending import small_units
 from .live import LiveUnit, leaf_of
 from .moments import HeldMoments
 from .param import Bundle, Rests
 from .place import Host
 from .placement import Placement
-from .policy import Adaptive, Delayed, EveryStep, Local
+from .policy import Adaptive, Choice, Delayed, EveryStep, Local, choices_of
 from .pool import Ledger, Pool
 from .routes import check_patterns, gather_codec, routes_of
 from .runtime import Runtime
@@ -120,7 +120,6 @@ class Builder:
 
     def _slots(self, tenants: list[Tenant]) -> dict[str, Slot]:
         """A slot per parameter: rows, or whole tensors where its optimizer needs them."""
-        world = self.transport.size
         whole = {
             id(p)
             for o in self.optimizers
@@ -128,20 +127,9 @@ class Builder:
             for g in o.param_groups
             for p in g["params"]
         }
-        if self.options.split == "whole":  # also what no optimizer has yet
-            whole |= {id(t.parameter) for t in tenants}
-        result: dict[str, Slot] = {}
-        rows: Split = "level" if self.options.split == "level" else "rows"
-        splits: tuple[tuple[Split, bool], ...] = ((rows, False), ("whole", True))
-        for how, chosen in splits:
-            group = [
-                (t.name, tuple(t.parameter.shape)) for t in tenants if (id(t.parameter) in whole) == chosen
-            ]
-            result |= {
-                slot.name: slot
-                for slot in slots_for(group, world, how if self.options.shards_state else "copy")
-            }
-        return result
+        names = {t.name for t in tenants if id(t.parameter) in whole or self.options.split == "whole"}
+        shapes = [(t.name, tuple(t.parameter.shape)) for t in tenants]
+        return slots_by_name(shapes, names, self.transport.size, self.options.rows)
 
     def _needs_whole(self, optimizer: Optimizer) -> bool:
         return self.options.split != "rows" and not rows_suffice(optimizer)
@@ -248,10 +236,9 @@ class Builder:
         """The policy at work. A choice of policies shares what it can: one set of buckets for all that
         reduce every step through the same codecs."""
         sync = self.options.sync
-        choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
-        paces: dict[EveryStep | Delayed | Local, Pace] = {}
-        sets: dict[object, list[EveryStep | Delayed | Local]] = {}
-        for choice in choices:
+        paces: dict[Choice, Pace] = {}
+        sets: dict[object, list[Choice]] = {}
+        for choice in choices_of(sync):
             if isinstance(choice, Local):
                 paces[choice] = self._local_pace(choice, params)
             else:
