@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if cuda and not gpu_present():
         for item in cuda:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the collections that tests ask for look at the rest only."""
+    gc.collect()
+    gc.freeze()
 
 
 def gpu_present() -> bool:
