@@ -9,19 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from .codec.base import Codec, padded
 from .layout import FlatPack, Pack, Slot, aligned
 
-if TYPE_CHECKING:
-    from .codec import Codec
-
-WORDS = 16  # bytes: where every code begins, so that it can be seen as numbers of any dtype
 Span = tuple[int, int]
-
-
-def in_words(nbytes: int) -> int:
-    return -(-nbytes // WORDS) * WORDS
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class Way:
 
 
 def part_bytes(code: int, flags: int) -> int:
-    return in_words(code) + in_words(flags)
+    return padded(code) + padded(flags)
 
 
 def bodies_of(pack: Pack) -> list[Span]:
@@ -82,15 +74,14 @@ def wire_bytes(codec: Codec, pack: Pack, width: int) -> int:
 
 def back_bytes(codec: Codec, numel: int, width: int) -> int:
     """Bytes of the wire on which a sum of `numel` numbers goes back to everybody, at stage 0."""
-    return max(in_words(size(numel)) for size in sizes_of(codec, width))
+    return max(padded(size(numel)) for size in sizes_of(codec, width))
 
 
 def _bodies_counted(pack: Pack) -> list[tuple[int, int]]:
     """(numbers in a piece, how many ranks have such a piece)."""
     world = pack.world
     if isinstance(pack, FlatPack):
-        each = -(-(pack.full + len(pack.slots)) // world)
-        each = -(-each // 16) * 16
+        each = pack.piece(0)
         whole, rest = divmod(pack.full, each) if each else (0, 0)
         return [(each, whole), (rest, 1 if rest else 0), (0, world - whole - bool(rest))]
     return [(pack.body(band.start), len(band)) for band in pack.bands]
@@ -98,9 +89,8 @@ def _bodies_counted(pack: Pack) -> list[tuple[int, int]]:
 
 # ---------------------------------------------------------------------- codecs with a structure of their own
 
-ROWS_HEAD = (
-    16  # bytes in front of a code of rows: how many bytes count, whether the sender used the parameter
-)
+# Bytes in front of a code of rows: how many bytes count, and whether the sender used the parameter.
+ROWS_HEAD = 16
 
 
 def rows_spans(slot: Slot, width: int) -> list[Span]:
@@ -115,7 +105,7 @@ def rows_spans(slot: Slot, width: int) -> list[Span]:
 
 def rows_bytes(slot: Slot, rank: int, width: int) -> int:
     start, stop = slot.rows(rank)
-    return in_words(ROWS_HEAD + 24 + 8 * -(-4 * (stop - start) // 8) + (stop - start) * slot.row * width)
+    return padded(ROWS_HEAD + 24 + 8 * -(-4 * (stop - start) // 8) + (stop - start) * slot.row * width)
 
 
 def cut_of(numel: int, world: int) -> int:

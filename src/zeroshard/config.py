@@ -228,6 +228,11 @@ class Options:
         return least_exact(one.numerics for one in asked if one is not None)
 
     @property
+    def rows(self) -> Literal["rows", "level", "copy"]:
+        """How tensors are divided that need not stay whole; with `split="whole"` there are none."""
+        return "copy" if not self.shards_state else "level" if self.split == "level" else "rows"
+
+    @property
     def shards_state(self) -> bool:
         return self.stage >= 1
 

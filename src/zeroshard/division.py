@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
 from .codec import Codec, Compression, Delta, Rows
-from .coding import in_words
+from .codec.base import padded
 from .config import DTYPE_BYTES, Options
-from .layout import ALIGN, Slot, Split, aligned, buckets, slots_for
+from .layout import ALIGN, Slot, aligned, buckets, slots_by_name
 from .lending import small_units
 from .placement import Place, Placement, Rest
-from .policy import Adaptive, Delayed, EveryStep, Local
+from .policy import Local, choices_of, delays
 from .routes import bucket_limit, codec_for, gather_codec
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
 from .wires import Sort
 
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
-
-
-def choices(options: Options) -> tuple[EveryStep | Delayed | Local, ...]:
-    """The policies that a run may follow."""
-    sync = options.sync
-    return sync.choices if isinstance(sync, Adaptive) else (sync,)
 
 
 @dataclass(frozen=True)
@@ -57,14 +51,7 @@ class Division(ABC):
             for w in weights
             if split == "whole" or (w.rule >= 0 and split != "rows" and not self.rules[w.rule].by_rows)
         }
-        result: dict[str, Slot] = {}
-        rows: Split = "level" if split == "level" else "rows"
-        kinds: tuple[tuple[Split, bool], ...] = ((rows, False), ("whole", True))
-        for kind, chosen in kinds:
-            group = [(w.name, w.shape) for w in weights if (w.name in whole) == chosen]
-            made = slots_for(group, self.world, kind if self.options.shards_state else "copy")
-            result |= {slot.name: slot for slot in made}
-        return result
+        return slots_by_name([(w.name, w.shape) for w in weights], whole, self.world, self.options.rows)
 
     def rows_rest(self, bundle: Bundle) -> Rest:
         """Where its compute weights rest: on the disk only beside their state, all of them."""
@@ -122,7 +109,7 @@ class Division(ABC):
     def code_bytes(self, bundle: Bundle, rank: int) -> int:
         """Of one rank's rows."""
         assert bundle.codec is not None
-        return in_words(bundle.codec.wire_bytes(bundle.body(rank)))
+        return padded(bundle.codec.wire_bytes(bundle.body(rank)))
 
     @property
     def streamed(self) -> bool:
@@ -139,20 +126,17 @@ class Division(ABC):
         """Whether all leaves are always whole on the device."""
         return all(self.keeps(bundle) for bundle in self.bundles)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether any state rests off the device."""
-        return any(place.optimizer != "device" for place in self.places)
-
     @cached_property
     def reduces(self) -> bool:
         """Whether gradients travel in every step: not on one rank, nor where ranks train apart."""
-        return self.world > 1 and any(not isinstance(one, Local) for one in choices(self.options))
+        return self.world > 1 and any(
+            not isinstance(choice, Local) for choice in choices_of(self.options.sync)
+        )
 
     @property
     def behind(self) -> bool:
         """Whether gradients may land a step late."""
-        return any(isinstance(one, Delayed) for one in choices(self.options))
+        return delays(self.options.sync)
 
     def recomputes(self, unit: str) -> bool:
         return unit in self._recomputed
@@ -314,7 +298,7 @@ class Division(ABC):
             result += [
                 Bucket(
                     ws,
-                    tuple(self._grad_slot(w) for w in ws),
+                    tuple(self.slots[w.name].reduced for w in ws),
                     wire,
                     landed,
                     self.align,
@@ -347,7 +331,3 @@ class Division(ABC):
     def sort(self, weight: Weight) -> Sort:
         """Weights of one sort may share a bucket."""
         return (*self.grad_dtypes(weight), self.codec(weight))
-
-    def _grad_slot(self, weight: Weight) -> Slot:
-        slot = self.slots[weight.name]
-        return replace(slot, split="rows") if self.world > 1 and slot.split == "copy" and slot.shape else slot

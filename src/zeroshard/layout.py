@@ -8,8 +8,8 @@ whole make a *full* buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappush, heapreplace
 from itertools import accumulate, pairwise
@@ -114,6 +114,12 @@ class Slot:
         full = self.height // -(-self.height // self.world)
         return full, full + 1
 
+    @property
+    def reduced(self) -> Slot:
+        """How its gradient is divided: by rows, also where every rank keeps the parameter whole (stage 0)."""
+        copies = self.split == "copy" and bool(self.shape) and self.world > 1
+        return replace(self, split="rows") if copies else self
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         start, stop = self.rows(rank)
         return (stop - start, *self.shape[1:]) if self.shape else ()
@@ -191,6 +197,15 @@ class Pack:
         """Elements of the rows in a piece, padding included, flags not."""
         return sum(aligned(slot.held(rank), self.align) for slot in self.slots)
 
+    @property
+    def tail(self) -> int:
+        """Elements of the flags behind a piece's rows."""
+        return aligned(len(self.slots)) if self.flags else 0
+
+    def piece(self, rank: int) -> int:
+        """Elements of one rank's piece."""
+        return self.body(rank) + self.tail
+
     @cached_property
     def bands(self) -> tuple[Band, ...]:
         """All ranks, as few bands as can be: mostly one to three, however many ranks there are."""
@@ -206,8 +221,7 @@ class Pack:
     @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Elements of every rank's piece."""
-        extra = aligned(len(self.slots)) if self.flags else 0
-        return tuple(n for band in self.bands for n in [self.body(band.start) + extra] * len(band))
+        return tuple(n for band in self.bands for n in [self.piece(band.start)] * len(band))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -255,10 +269,12 @@ class FlatPack(Pack):
     """Slots whole, one after another, and then the flags, cut into equal pieces wherever the cuts fall. For
     gradients that every rank gets back whole: each of them then lies in one place of the wire."""
 
+    def piece(self, rank: int) -> int:
+        return aligned(-(-(self.full + self.tail) // self.world))
+
     @cached_property
     def pieces(self) -> tuple[int, ...]:
-        total = self.full + (aligned(len(self.slots)) if self.flags else 0)
-        return (aligned(-(-total // self.world)),) * self.world
+        return (self.piece(0),) * self.world
 
 
 def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split: Split) -> list[Slot]:
@@ -283,6 +299,20 @@ def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split:
         Slot(name, shape, world, "copy" if world == 1 or not shape else split, owner.get(name, 0))
         for name, shape in tensors
     ]
+
+
+def slots_by_name(
+    tensors: Sequence[tuple[str, tuple[int, ...]]], whole: Container[str], world: int, split: Split
+) -> dict[str, Slot]:
+    """Slots for named shapes, some of which must stay whole: those are dealt apart from what `split` divides.
+    With ``copy`` every rank has all of both."""
+    kinds: tuple[tuple[Split, bool], ...] = ((split, False), ("copy" if split == "copy" else "whole", True))
+    made = [
+        slot
+        for kind, chosen in kinds
+        for slot in slots_for([t for t in tensors if (t[0] in whole) == chosen], world, kind)
+    ]
+    return {slot.name: slot for slot in made}
 
 
 def buckets(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:

@@ -3,12 +3,14 @@ what ranks that train apart keep. Integers only."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .codec import Codec
 from .coding import wire_bytes
-from .division import Division, choices
+from .division import Division
 from .layout import Pack, buckets, slots_for
-from .policy import Local
-from .shapes import WIDTHS, Buffers, Weight
+from .policy import Local, choices_of
+from .shapes import WIDTHS, Buffers
 
 
 def stage_bytes(setup: Division) -> int:
@@ -48,29 +50,41 @@ def meeting_bytes(setup: Division) -> Buffers:
     """What ranks that train apart keep to meet: of every parameter a wire and the mean's rows, and as state
     the anchor and the momentum of the outer step."""
     total = Buffers()
-    weights = [w for unit in setup.units for w in unit.weights if w.trainable]
-    for policy in choices(setup.options):
+    for policy in choices_of(setup.options.sync):
         if isinstance(policy, Local):
-            for dtype, group in _chunks(setup, weights, policy.fragments):
-                shapes = [(w.name, w.shape) for w in group]
+            for dtype, names in (chunk for part in _chunks(setup, policy) for chunk in part):
+                shapes = [(name, setup.trainable[name].shape) for name in names]
                 pack = Pack(tuple(slots_for(shapes, setup.world, "rows")), setup.world)
                 wire, piece = pack.wire * WIDTHS[dtype], pack.pieces[setup.rank] * WIDTHS[dtype]
                 total += Buffers(buckets=wire + piece, state=2 * piece)
     return total
 
 
-def _chunks(setup: Division, weights: list[Weight], fragments: int) -> list[tuple[str, list[Weight]]]:
-    """Parameters that meet together, with the dtype of their homes; cut as `sync.local` does."""
-    sizes = {w.name: w.numel * WIDTHS[setup.dtypes(w)[1]] for w in weights}
-    share, at = -(-sum(sizes.values()) // fragments), 0
-    parts: list[list[Weight]] = [[] for _ in range(fragments)]
-    for weight in weights:
-        parts[min(at // max(share, 1), fragments - 1)].append(weight)
-        at += sizes[weight.name]
-    result = []
-    for part in parts:
-        for dtype in dict.fromkeys(setup.dtypes(w)[1] for w in part):
-            by_name = {w.name: w for w in part if setup.dtypes(w)[1] == dtype}
-            for names in buckets([(n, sizes[n]) for n in by_name], setup.options.bucket_bytes):
-                result.append((dtype, [by_name[n] for n in names]))
-    return result
+def _chunks(setup: Division, policy: Local) -> list[list[tuple[str, list[str]]]]:
+    masters = {w.name: setup.dtypes(w)[1] for w in setup.trainable.values()}
+    members = [(w.name, masters[w.name], w.numel * WIDTHS[masters[w.name]]) for w in setup.trainable.values()]
+    return chunks(members, policy.fragments, setup.options.bucket_bytes)
+
+
+def chunks(
+    members: Sequence[tuple[str, str, int]], fragments: int, limit: int
+) -> list[list[tuple[str, list[str]]]]:
+    """Who meets together. `members`: name, dtype and bytes of every parameter. They are cut into fragments of
+    about the same size, and each of those into chunks of one dtype and at most `limit` bytes.
+
+    >>> chunks([("a", "f", 4), ("b", "f", 4), ("c", "f", 8), ("d", "h", 2)], fragments=2, limit=8)
+    [[('f', ['a', 'b']), ('f', ['c'])], [('h', ['d'])]]
+    """
+    share, at = -(-sum(size for _, _, size in members) // fragments), 0
+    parts: list[list[tuple[str, str, int]]] = [[] for _ in range(fragments)]
+    for member in members:
+        parts[min(at // max(share, 1), fragments - 1)].append(member)
+        at += member[2]
+    return [
+        [
+            (dtype, names)
+            for dtype in dict.fromkeys(of for _, of, _ in part)
+            for names in buckets([(name, size) for name, of, size in part if of == dtype], limit)
+        ]
+        for part in parts
+    ]

@@ -16,10 +16,9 @@ from .division import Division
 from .lending import Sizes, most_lent, staging_bytes
 from .meeting import meeting_bytes, stage_bytes
 from .placement import Budget, Buffering, Bytes, Demand, Placement, Rest, Wish, arrange
-from .shapes import GRAIN, WIDTHS, Buffers, Part
+from .shapes import BLOCKS, GRAIN, REQUEST, WIDTHS, Buffers, Part
 from .wires import gradients_of
 
-BLOCKS, REQUEST = 16, 4 * 2**20  # what weights on the disk pass through, as in the disk tier
 # What setups that differ in the units that they recompute have in common.
 _SAME = (
     "places",

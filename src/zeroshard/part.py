@@ -84,10 +84,19 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A part's place on the disk."""
+    """A part's place on the disk, while its page is away."""
 
     paging: Paging
     page: Page
+
+    def read(self, array: Array, start: int, stop: int) -> Tensor:
+        """A copy of some elements of one of the page's arrays."""
+        width = array.dtype.itemsize
+        at, nbytes = array.offset + start * width, (stop - start) * width
+        return self.paging.peek(self.page, at, nbytes).view(array.dtype)
+
+    def write(self, array: Array, start: int, values: Tensor) -> None:
+        self.paging.poke(self.page, array.offset + start * array.dtype.itemsize, values.to(array.dtype))
 
 
 class PagedMaster:
@@ -103,28 +112,21 @@ class PagedMaster:
         self._weight = weight.view(-1)
         self._splits = self._array.dtype == torch.int16
 
-    def _peek(self, array: Array, start: int, stop: int) -> Tensor:
-        at, width = array.offset + (self._at + start) * array.dtype.itemsize, array.dtype.itemsize
-        return self._disk.paging.peek(self._disk.page, at, (stop - start) * width).view(array.dtype)
-
-    def _poke(self, array: Array, start: int, values: Tensor) -> None:
-        at = array.offset + (self._at + start) * array.dtype.itemsize
-        self._disk.paging.poke(self._disk.page, at, values.to(array.dtype))
-
     def read(self, start: int, stop: int) -> Tensor:
-        found = self._peek(self._array, start, stop)
+        first, last = self._at + start, self._at + stop
+        found = self._disk.read(self._array, first, last)
         if not self._splits:
             return found
         paged = self._paged
-        near = self._weight[start:stop].cpu() if paged is None else self._peek(paged, start, stop)
+        near = self._weight[start:stop].cpu() if paged is None else self._disk.read(paged, first, last)
         return join(near, found)
 
     def write(self, start: int, values: Tensor) -> None:
         values = values.cpu()
         weight, stored = split(values) if self._splits else (values, values)
-        self._poke(self._array, start, stored)
+        self._disk.write(self._array, self._at + start, stored)
         if self._paged is not None:
-            self._poke(self._paged, start, weight)
+            self._disk.write(self._paged, self._at + start, weight)
         else:
             self._weight[start : start + values.numel()].copy_(weight)
 
@@ -221,17 +223,13 @@ class Part(Guarded):
         if self.disk is None:
             found: Tensor = getattr(self.rows, name)[start:stop]
             return found
-        array, width = self._array(name), self._array(name).dtype.itemsize
-        at = array.offset + start * width
-        return self.disk.paging.peek(self.disk.page, at, (stop - start) * width).view(array.dtype)
+        return self.disk.read(self._array(name), start, stop)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         if self.disk is None:
             getattr(self.rows, name)[start : start + values.numel()].copy_(values)
-            return
-        array = self._array(name)
-        at = array.offset + start * array.dtype.itemsize
-        self.disk.paging.poke(self.disk.page, at, values.to(array.dtype))
+        else:
+            self.disk.write(self._array(name), start, values)
 
     def _array(self, name: str) -> Array:
         return self.form.arrays(self.numel)[name]

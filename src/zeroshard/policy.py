@@ -158,6 +158,9 @@ class Local:
         return "approximate"
 
 
+Choice = EveryStep | Delayed | Local
+
+
 @dataclass(frozen=True)
 class Adaptive:
     """Moves between the listed choices by what it measures, on all ranks at once, and says each move and why.
@@ -178,7 +181,7 @@ class Adaptive:
     them alone.
     """
 
-    choices: tuple[EveryStep | Delayed | Local, ...] = ()
+    choices: tuple[Choice, ...] = ()
     window: int = 8
     gain: float = 0.05
     unrest: float = 4.0
@@ -214,25 +217,27 @@ class Adaptive:
         return least_exact(choice.numerics for choice in self.choices)
 
 
-Sync = EveryStep | Delayed | Local | Adaptive
+Sync = Choice | Adaptive
+
+
+def choices_of(sync: Sync) -> tuple[Choice, ...]:
+    """What a run may follow: the choices of `Adaptive`, or the one policy."""
+    return sync.choices if isinstance(sync, Adaptive) else (sync,)
 
 
 def local_steps(sync: Sync) -> bool:
     """Whether ranks may train apart."""
-    return any(isinstance(part, Local) for part in (sync.choices if isinstance(sync, Adaptive) else (sync,)))
+    return any(isinstance(choice, Local) for choice in choices_of(sync))
 
 
 def delays(sync: Sync) -> bool:
     """Whether gradients may be applied a step late."""
-    return any(
-        isinstance(part, Delayed) for part in (sync.choices if isinstance(sync, Adaptive) else (sync,))
-    )
+    return any(isinstance(choice, Delayed) for choice in choices_of(sync))
 
 
 def codec_choices(sync: Sync) -> bool:
     """Whether codecs are chosen among."""
-    parts = sync.choices if isinstance(sync, Adaptive) else ()
-    return any(isinstance(part, EveryStep) and part.compress is not None for part in parts)
+    return any(isinstance(choice, EveryStep) and choice.compress is not None for choice in choices_of(sync))
 
 
 def check_sync(sync: object, stage: int) -> None:
@@ -240,13 +245,12 @@ def check_sync(sync: object, stage: int) -> None:
     if not isinstance(sync, (EveryStep, Delayed, Local, Adaptive)):
         known = "zs.EveryStep(), zs.Delayed(), zs.Local(...) or zs.Adaptive(...)"
         raise OptionError(f"sync={sync!r} is no policy; pass {known}.")
-    parts = sync.choices if isinstance(sync, Adaptive) else (sync,)
     if isinstance(sync, EveryStep) and sync.compress is not None:
         raise OptionError(
             "sync=EveryStep(compress=...) is a choice of Adaptive; for one codec throughout pass "
             "shard(..., compress=...)."
         )
-    if stage > 0 and any(isinstance(part, Local) for part in parts):
+    if stage > 0 and local_steps(sync):
         raise OptionError(
             "sync=Local(...) needs stage=0, where every rank holds all parameters, and this is stage "
             f"{stage}: a rank that owns rows only cannot take steps alone. Pass stage=0, or at stages 1 to 3 "

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .codec import Cast, Codec, Delta, Int4, Int8, OneBit, Ternary, TwoBit
-from .coding import holes, in_words
+from .codec.base import padded
+from .coding import holes
 from .comm import Targets, Transport, Work
 from .guard import Guarded
 from .layout import Pack
@@ -45,12 +46,12 @@ class CodedRows(Guarded):
         rank, world = transport.rank, pack.world
         self._bodies = [pack.body(r) for r in range(world)]
         self._sizes = [codec.wire_bytes(numel) for numel in self._bodies]
-        self.region = transport.allocate(key, in_words(self._sizes[rank]), torch.uint8)
+        self.region = transport.allocate(key, padded(self._sizes[rank]), torch.uint8)
         self._mirrored = self.region.mine.device != pool.device
         kind: Kind = "host" if self._mirrored else "parameters"
         self.cuts = [[(0, size)] if size else [] for size in self._sizes]
         ledger.book(kind, self.region.mine.nbytes + transport.cache(self.region, self.cuts))
-        self._at = [sum(map(in_words, self._sizes[:r])) for r in range(world)]
+        self._at = [sum(map(padded, self._sizes[:r])) for r in range(world)]
         self._turn, self.drawn = 0, torch.zeros(1, dtype=torch.int64)
         held = sum(slot.held(rank) for slot in pack.slots)
         self._ratio = held * itemsize / self._sizes[rank] if self._sizes[rank] else 1.0
@@ -61,7 +62,7 @@ class CodedRows(Guarded):
 
     @property
     def stage_bytes(self) -> int:
-        return sum(map(in_words, self._sizes))
+        return sum(map(padded, self._sizes))
 
     def encode(self, piece: Tensor) -> None:
         """This rank's newest rows, in the layout of a piece, for the peers to fetch."""

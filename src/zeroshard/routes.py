@@ -8,7 +8,7 @@ from typing import Any
 
 from .codec import Codec, Compression, Delta, LowRank, Rows
 from .errors import OptionError
-from .policy import Adaptive, Delayed, EveryStep, Local, Sync
+from .policy import Adaptive, EveryStep, Local, Sync, choices_of, delays
 
 #: Patterns of parameter names and the codec of each, None: as they are. The first that matches counts.
 Routes = tuple[tuple[str, Compression | None], ...]
@@ -86,7 +86,7 @@ def check_patterns(routes: Routes, names: Iterable[str], what: str = "compress")
 
 def check_compress(routes: Routes, sync: Sync, stage: int, offloads: bool = False) -> None:
     """Whether any gradients travel that a codec could make smaller, and the codecs go with the rest."""
-    choices = sync.choices if isinstance(sync, Adaptive) else (sync,)
+    choices = choices_of(sync)
     every = list(routes)
     for choice in choices:
         if isinstance(choice, EveryStep):
@@ -112,13 +112,13 @@ def check_compress(routes: Routes, sync: Sync, stage: int, offloads: bool = Fals
             "Delta(...) sends what has changed in the parameters: pass it as gather=. Gradients are changes "
             "already; the codec inside it is one for compress=."
         )
-    delays = any(isinstance(choice, Delayed) for choice in choices)
-    if delays and any(isinstance(codec, LowRank) for _, codec in routes):
+    late = delays(sync)
+    if late and any(isinstance(codec, LowRank) for _, codec in routes):
         raise OptionError(
             "LowRank sends a gradient in rounds that wait for one another, and sync=Delayed() waits for "
             "nothing: drop one of them, or take another codec."
         )
-    if delays and routes and stage == 0:
+    if late and routes and stage == 0:
         raise OptionError(
             "compress= with sync=Delayed() needs stage 1, 2 or 3: at stage 0 sums would be encoded again for "
             "their way back, and only gradients as they are make it beside the computation. Pass stage=1."

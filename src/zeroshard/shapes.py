@@ -31,9 +31,12 @@ WIDTHS = DTYPE_BYTES | {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-GRAIN = 4096  # bytes that direct I/O moves, as in the disk tier
 ROOT = "(root)"  # label of the unit without a name
 BLOCK = 256  # elements that share the scales of 8-bit moments, as in the native kernels
+# The disk tier: direct I/O moves whole grains, in requests of at most so many bytes, one in each lane.
+# Weights pass through two blocks a lane: one that it fills, and one on its way to the device.
+GRAIN, REQUEST, LANES = 4096, 4 * 2**20, 8
+BLOCKS = 2 * LANES
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,13 @@ class Bundle:
     def full(self) -> int:
         return sum(aligned(slot.numel) for slot in self.slots)
 
-    def body(self, rank: int, align: int = ALIGN) -> int:
-        return sum(aligned(slot.held(rank), align) for slot in self.slots)
+    def body(self, rank: int) -> int:
+        return sum(aligned(slot.held(rank)) for slot in self.slots)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights whose gradients travel together. `native`: they end in an overlapped update on the host."""
+    """Weights whose gradients travel together. `part`: where they end, if their state is off the device."""
 
     weights: tuple[Weight, ...]
     slots: tuple[Slot, ...]
@@ -145,18 +148,15 @@ class Bucket:
     @cached_property
     def wire_numel(self) -> int:
         if self.flat:
-            return self.slots[0].world * self.piece(0)
-        flags = self.slots[0].world * aligned(len(self.slots))
-        return sum(_over_ranks(slot, self.align) for slot in self.slots) + flags
+            return self.pack.world * self.piece(0)
+        return sum(_over_ranks(slot, self.align) for slot in self.slots) + self.pack.world * self.pack.tail
 
     def piece(self, rank: int) -> int:
-        if self.flat:
-            return aligned(-(-(self.full + aligned(len(self.slots))) // self.slots[0].world))
-        return sum(aligned(slot.held(rank), self.align) for slot in self.slots) + aligned(len(self.slots))
+        return self.pack.piece(rank)
 
-    @cached_property
+    @property
     def full(self) -> int:
-        return sum(aligned(slot.numel, self.align) for slot in self.slots)
+        return self.pack.full
 
     @cached_property
     def pack(self) -> Pack:

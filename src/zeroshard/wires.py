@@ -13,7 +13,7 @@ from .shapes import WIDTHS, Bucket, Buffers
 Sort = tuple[str, str, Compression | None]
 # Own rows of at least so many bytes stay in their gradients until they are added; see `bucket.held`.
 HELD_BYTES = 1 << 15
-RING = 3  # wires in flight from stage 2 on, as in `wiring`
+RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
 
 
 def gradients_of(buckets: Sequence[Bucket], stage: int, travel: bool, rank: int, behind: bool) -> Buffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,12 +12,11 @@ from .codec import Codec, Compression, LowRank, Rows
 from .coding import rows_spans, wire_bytes
 from .comm import Region, Transport
 from .config import Options
-from .layout import ALIGN, FlatPack, Pack, Slot, buckets
+from .layout import ALIGN, FlatPack, Pack, buckets
 from .pool import Kind, Ledger
 from .routes import bucket_limit, codec_for
 from .shard import Param
-
-RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+from .wires import RING
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,9 @@ class Wiring:
         ledger: Ledger,
         delays: bool,
         align: int = ALIGN,
-        key: str = "",
     ) -> None:
         self.options, self.transport, self.device, self.ledger = options, transport, device, ledger
-        self.delays, self.align, self.key = delays, align, key
+        self.delays, self.align = delays, align
         self.desk: Desk | None = None
 
     def buckets(self, params: Sequence[Param], together: Sequence[Sequence[Param]]) -> list[Bucket]:
@@ -86,14 +84,14 @@ class Wiring:
     def _pack(self, params: Sequence[Param], sort: Sort) -> Pack:
         by_rows = self.options.stage > 0 or isinstance(sort.codec, Rows)
         kind = Pack if by_rows else FlatPack
-        slots = tuple(_grad_slot(p.slot) for p in params)
+        slots = tuple(p.slot.reduced for p in params)
         return kind(slots, self.transport.size, flags=True, align=self.align)
 
     def _wires(self, packs: list[Pack], sort: Sort) -> Sequence[Region | None]:
         """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
         few from stage 2 on. A coded gradient stays on its wire at no stage; factors have wires of their
         own."""
-        codec, key = sort.codec, f"{self.key}gradients {sort.wire}"
+        codec, key = sort.codec, f"gradients {sort.wire}"
         if isinstance(codec, LowRank):
             return [None] * len(packs)
         if codec is None:
@@ -154,8 +152,3 @@ class _Made:
     params: list[Param]
     pack: Pack
     wire: Region | None
-
-
-def _grad_slot(slot: Slot) -> Slot:
-    """Stage 0 keeps parameters whole, but reduces gradients by rows like every other stage."""
-    return replace(slot, split="rows") if slot.split == "copy" and slot.shape else slot

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..codec import Codec
-from ..coding import Span, Way, back_bytes, bodies_of, holes, holes_of_piece, in_words
+from ..codec.base import padded
+from ..coding import Span, Way, back_bytes, bodies_of, holes, holes_of_piece
 from ..comm import Region, Transport, Work
 from ..layout import Pack
 from ..pool import Ledger
@@ -116,7 +117,7 @@ class CodedBucket(Bucket):
             codec.encode(values, code, self._states[target], desk.seed(self.index, rank, target))
             if target == rank and codec is self.codec and desk.measures:
                 desk.compare(codec, values, code)
-            tail = at + in_words(size)
+            tail = at + padded(size)
             into[tail : tail + len(flags)] = flags
         if self._state_holes:
             torch._foreach_zero_(self._state_holes)
@@ -145,7 +146,7 @@ class CodedBucket(Bucket):
         for number, part in enumerate(here):
             route.codec.decode(part[:size], total[:numel], add=number > 0)
         total[:numel].mul_(1.0 / self.pack.world)
-        tail = in_words(size)
+        tail = padded(size)
         counts = torch.stack([part[tail : tail + len(self.params)] for part in here]).sum(0)
         if self.whole is not None:
             self.whole[self.pack.full :][: len(self.params)].copy_(counts)

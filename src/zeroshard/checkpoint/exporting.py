@@ -16,6 +16,7 @@ from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
 from zeroshard.checkpoint.wording import os_error
 from zeroshard.errors import CheckpointError
+from zeroshard.layout import buckets
 from zeroshard.sizes import show_apart
 
 SHARD = 5_000_000_000  # bytes: what Hugging Face libraries cut at
@@ -81,16 +82,9 @@ def _bytes(entry: Entry, dtype: str | None) -> int:
 def _shards(entries: list[Entry], limit: int, dtype: str | None) -> list[list[Entry]]:
     """Whole tensors into files of at most `limit` bytes, in the model's order; a larger tensor has a file of
     its own."""
-    shards: list[list[Entry]] = []
-    room = 0
-    for entry in entries:
-        count = _bytes(entry, dtype)
-        if not shards or count > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(entry)
-        room -= count
-    return shards
+    by_name = {entry.name: entry for entry in entries}
+    files = buckets([(entry.name, _bytes(entry, dtype)) for entry in entries], limit)
+    return [[by_name[name] for name in names] for names in files]
 
 
 def _write_all(

@@ -153,18 +153,3 @@ def joined(parts: Sequence[Any]) -> dict[str, Any]:
 
 def _no_tensor(name: str) -> torch.Tensor:
     raise CheckpointError(f"plain values refer to the tensor {quoted(name)}.")
-
-
-def tensor_names(data: Any) -> list[str]:
-    """The names of the tensors that packed data refers to, in order."""
-    found: list[str] = []
-
-    def note(name: str) -> torch.Tensor:
-        found.append(name)
-        return _NOTHING
-
-    unpack(data, note)
-    return found
-
-
-_NOTHING = torch.empty(0)

@@ -1,4 +1,4 @@
-"""Host kernels: one pass over memory for updates, sums, casts and checks of flat CPU tensors.
+"""Host kernels: one pass over memory for updates, sums, casts, codes and checksums of flat CPU tensors.
 
 Each runs on the calling thread and releases the GIL; `Workers` runs chunks side by side, and a `Team` shares
 one update out among threads in C. They are compiled with the package; without a compiler torch computes the
@@ -15,9 +15,6 @@ from zeroshard.native.sums import (
     Span,
     accumulate,
     cast,
-    non_finite,
-    square_sum,
-    square_sums,
     sum_pieces,
     sum_spans,
 )
@@ -41,11 +38,8 @@ __all__ = [
     "copy_crc32",
     "crc32",
     "join",
-    "non_finite",
     "sgd_update",
     "split",
-    "square_sum",
-    "square_sums",
     "sum_pieces",
     "sum_spans",
     "usable_cores",

@@ -13,10 +13,7 @@ import torch
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 NONE, BF16_AWAY, SPLIT = 4, 5, 6
 
-# Elements of a block of 8-bit moments, and of a block of squares summed into one double.
-BLOCK = 256
-SQUARE_BLOCK = 65536
-LANES = 256
+BLOCK = 256  # elements of a block of 8-bit moments
 
 
 def _fields(text: str, types: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -57,10 +54,6 @@ class Sum(ctypes.Structure):
 
 class Pair(ctypes.Structure):
     _fields_ = _fields("i64: count; ptr: to source; i32: to_kind from_kind doubles; f64: scale", _TYPES)
-
-
-class Scan(ctypes.Structure):
-    _fields_ = _fields("i64: count; ptr: source sums; i32: from_kind found", _TYPES)
 
 
 class Halves(ctypes.Structure):
@@ -107,8 +100,6 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "sum": Sum,
     "accumulate": Pair,
     "cast": Pair,
-    "square_sums": Scan,
-    "non_finite": Scan,
     "split": Halves,
     "join": Halves,
     "move": Moves,

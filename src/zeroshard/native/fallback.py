@@ -180,7 +180,7 @@ def _sgd_chunk(
     master.add_(change * numbers.stride)
 
 
-# -- sums, casts, checks
+# -- sums
 
 
 @torch.no_grad()
@@ -198,19 +198,3 @@ def accumulate(to: torch.Tensor, source: torch.Tensor, scale: float, dtype: torc
     """`to` += `scale` × `source`, in `dtype`."""
     for part in _chunks(to.numel()):
         to[part].copy_(to[part].to(dtype) + source[part].to(dtype) * scale)
-
-
-@torch.no_grad()
-def square_sums(values: torch.Tensor, sums: torch.Tensor) -> None:
-    """The lanes and the folding order of sums.h, many blocks side by side."""
-    short = -values.numel() % abi.SQUARE_BLOCK
-    padded = torch.nn.functional.pad(values, (0, short)) if short else values
-    rows = padded.view(-1, abi.SQUARE_BLOCK // abi.LANES, abi.LANES)
-    lanes = values.new_zeros(rows.shape[0], abi.LANES, dtype=torch.float64)
-    for row in rows.unbind(1):
-        wide = row.to(torch.float64)
-        lanes += wide * wide
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    sums.copy_(lanes[:, 0])

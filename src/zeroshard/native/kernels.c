@@ -32,7 +32,7 @@ INLINE void join_body(struct halves *c) { join_rows(c->master, c->weight, c->rem
 
 #define KERNELS(K) \
     K(adam, adam) K(adam_back, adam) K(sgd, sgd) K(sgd_back, sgd) K(sum, sum) K(accumulate, pair) K(cast, pair) \
-    K(square_sums, scan) K(non_finite, scan) K(split, halves) K(join, halves) \
+    K(split, halves) K(join, halves) \
     K(move, moves) K(encode_blocks, blocks) K(decode_blocks, blocks) K(largest, largest) \
     K(touched, touched)
 

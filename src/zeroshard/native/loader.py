@@ -41,8 +41,6 @@ class Kernels:
         self.sum = self._function(library, "sum")
         self.accumulate = self._function(library, "accumulate")
         self.cast = self._function(library, "cast")
-        self.square_sums = self._function(library, "square_sums")
-        self.non_finite = self._function(library, "non_finite")
         self.split = self._function(library, "split")
         self.join = self._function(library, "join")
         self.move = self._function(library, "move")

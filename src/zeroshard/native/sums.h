@@ -1,4 +1,4 @@
-/* Sums, casts and checks over flat arrays of any of the four formats. Sums run in fp32, or in fp64 where an
+/* Sums and casts over flat arrays of any of the four formats. Sums run in fp32, or in fp64 where an
  * fp64 array takes part; each addition is rounded on its own, in the order of the sources, so the result is
  * the same on every rank and in the torch fallback. */
 #ifndef ZEROSHARD_SUMS_H
@@ -6,10 +6,6 @@
 
 #include "past.h"
 #include "stage.h"
-
-/* Elements whose squares are summed into one double, whatever the number of threads. */
-#define SQUARE_BLOCK 65536
-#define LANES 256
 
 struct sum {
     int64_t count;
@@ -29,14 +25,6 @@ struct pair {             /* accumulate: to += scale * from; cast: to = from */
     int32_t to_kind, from_kind;
     int32_t doubles;
     double scale;
-};
-
-struct scan {             /* square_sums, non_finite */
-    int64_t count;
-    const void *from;
-    double *sums;
-    int32_t from_kind;
-    int32_t found;
 };
 
 INLINE double load_wide(int kind, const void *from, int64_t i) {
@@ -156,59 +144,6 @@ INLINE void cast_body(struct pair *c) {
             widen(stage, c->from_kind, from, n, 1.0f);
             narrow(c->to_kind, to, stage, n);
         }
-    }
-}
-
-INLINE void square_rows(double *RESTRICT lanes, int kind, const void *from, int64_t n) {
-    switch (kind) {
-#define CASE(k) case k: for (int64_t i = 0; i < n; i++) { \
-        const double value = load_wide(k, from, i); lanes[i] = lanes[i] + value * value; } break;
-    CASE(F32) CASE(BF16) CASE(F16) CASE(F64)
-#undef CASE
-    default: break;
-    }
-}
-
-/* Element i of a block goes to lane i mod 256; the lanes are then folded in halves. */
-INLINE void square_sums_body(struct scan *c) {
-    ALIGNED double lanes[LANES];
-    for (int64_t block = 0; block * SQUARE_BLOCK < c->count; block++) {
-        const int64_t first = block * SQUARE_BLOCK;
-        const int64_t last = c->count - first < SQUARE_BLOCK ? c->count : first + SQUARE_BLOCK;
-        memset(lanes, 0, sizeof lanes);
-        for (int64_t start = first; start < last; start += LANES) {
-            const int64_t n = last - start < LANES ? last - start : LANES;
-            square_rows(lanes, c->from_kind, at(c->from, c->from_kind, start), n);
-        }
-        for (int64_t half = LANES / 2; half > 0; half /= 2)
-            for (int64_t i = 0; i < half; i++) lanes[i] = lanes[i] + lanes[i + half];
-        c->sums[block] = lanes[0];
-    }
-}
-
-INLINE int any_non_finite(int kind, const void *from, int64_t n) {
-    uint32_t found = 0;
-    if (kind == F64) {
-        const uint64_t *words = from;
-        uint64_t wide = 0;
-        for (int64_t i = 0; i < n; i++) wide |= (~words[i] & 0x7FF0000000000000u) == 0;
-        found = wide != 0;
-    } else if (kind == F32) {
-        const uint32_t *words = from;
-        for (int64_t i = 0; i < n; i++) found |= (~words[i] & 0x7F800000u) == 0;
-    } else {
-        const uint16_t *words = from, exponent = kind == BF16 ? 0x7F80u : 0x7C00u;
-        for (int64_t i = 0; i < n; i++) found |= (uint16_t)(~words[i] & exponent) == 0;
-    }
-    return found != 0;
-}
-
-INLINE void non_finite_body(struct scan *c) {
-    const int64_t step = 4096;
-    c->found = 0;
-    for (int64_t start = 0; start < c->count && !c->found; start += step) {
-        const int64_t n = c->count - start < step ? c->count - start : step;
-        c->found = any_non_finite(c->from_kind, at(c->from, c->from_kind, start), n);
     }
 }
 

@@ -1,9 +1,8 @@
-"""Sums, casts and checks over flat host tensors, each in one pass and the same bits on every rank."""
+"""Sums and casts of flat host tensors, each in one pass and the same bits on every rank."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -100,36 +99,3 @@ def cast(to: torch.Tensor, source: torch.Tensor) -> None:
             to.copy_(source)
     else:
         kernels.cast(ctypes.byref(_pair(to, source, 1.0, False)))
-
-
-def square_sums(values: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of each block of 65,536 elements, in fp64. Chunks that start at multiples of that
-    many give the blocks that the whole gives, so a norm need not depend on the number of threads."""
-    checks.flat("square_sums", "values", values, checks.ALL_FLOATS)
-    sums = values.new_empty(-(-values.numel() // abi.SQUARE_BLOCK), dtype=torch.float64)
-    kernels = loader.kernels()
-    if kernels is None:
-        fallback.square_sums(values, sums)
-    else:
-        record = abi.Scan(values.numel(), values.data_ptr(), sums.data_ptr(), abi.KINDS[values.dtype], 0)
-        kernels.square_sums(ctypes.byref(record))
-    return sums
-
-
-def square_sum(values: torch.Tensor) -> float:
-    """The sum of squares; blocks are added without rounding in between, so in any order."""
-    try:
-        return math.fsum(square_sums(values).tolist())
-    except OverflowError:
-        return math.inf
-
-
-def non_finite(values: torch.Tensor) -> bool:
-    """Whether any element is infinite or NaN."""
-    checks.flat("non_finite", "values", values, checks.ALL_FLOATS)
-    kernels = loader.kernels()
-    if kernels is None:
-        return not bool(torch.isfinite(values).all())
-    record = abi.Scan(values.numel(), values.data_ptr(), None, abi.KINDS[values.dtype], 0)
-    kernels.non_finite(ctypes.byref(record))
-    return bool(record.found)

@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -37,24 +37,16 @@ def usable_cores() -> tuple[int, ...]:
 
 
 class Workers:
-    """`threads` daemon threads named zeroshard-host-0 …; each is pinned to one core of `affinity`, if
-    given."""
+    """`threads` daemon threads named zeroshard-host-0 …"""
 
-    def __init__(self, threads: int, affinity: Sequence[int] | None = None) -> None:
+    def __init__(self, threads: int) -> None:
         if threads < 1:
             raise OptionError(f"Workers: threads={threads}; at least one is needed")
-        if affinity is not None and not affinity:
-            raise OptionError("Workers: affinity names no core; pass None to leave the threads unpinned")
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._open = True
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(
-                target=self._work,
-                args=(None if affinity is None else affinity[index % len(affinity)],),
-                name=f"zeroshard-host-{index}",
-                daemon=True,
-            )
+            threading.Thread(target=self._work, name=f"zeroshard-host-{index}", daemon=True)
             for index in range(threads)
         ]
         for thread in self._threads:
@@ -64,10 +56,7 @@ class Workers:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def _work(self, core: int | None) -> None:
-        if core is not None and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):  # a core taken away since: run unpinned rather than not at all
-                os.sched_setaffinity(0, {core})
+    def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             task, future = item
             if future.set_running_or_notify_cancel():

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm import Transport
-from ..policy import Adaptive, Delayed, EveryStep, Local
+from ..policy import Adaptive, Choice, Delayed, EveryStep, Local
 from ..private import Private
 from ..shard import Faces
 from ..step import Update
@@ -29,8 +29,6 @@ from .local import LocalPace
 from .pace import Kept, Pace
 
 log = logging.getLogger("zeroshard")
-
-Choice = EveryStep | Delayed | Local
 
 
 @dataclass

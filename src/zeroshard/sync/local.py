@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from ..comm import Transport
 from ..errors import OptionError
 from ..grad import LocalGradients
-from ..layout import Pack, buckets, slots_for
+from ..layout import Pack, slots_for
+from ..meeting import chunks
 from ..policy import Local, Nesterov
 from ..pool import Ledger
 from ..shard import Param
@@ -121,23 +122,15 @@ class LocalPace(Pace):
             )
 
     def divide(self, params: Sequence[Param], limit: int, ledger: Ledger) -> None:
-        """Cut the trainable parameters into fragments of about the same size, and those into chunks."""
-        total = sum(p.local.nbytes for p in params)
-        share, at = -(-total // self.policy.fragments), 0
-        parts: list[list[Param]] = [[] for _ in range(self.policy.fragments)]
-        for param in params:
-            parts[min(at // max(share, 1), len(parts) - 1)].append(param)
-            at += param.local.nbytes
-        for number, part in enumerate(parts):
-            chunks: list[Chunk] = []
-            for dtype in dict.fromkeys(p.local.dtype for p in part):
-                by_name = {p.name: p for p in part if p.local.dtype == dtype}
-                for names in buckets([(n, p.local.nbytes) for n, p in by_name.items()], limit):
-                    members = [by_name[n] for n in names]
-                    chunks.append(
-                        Chunk(f"outer {number} {dtype} {len(chunks)}", members, self.transport, ledger)
-                    )
-            self.fragments.append(chunks)
+        """Cut the trainable parameters into fragments, and those into chunks; see `meeting.chunks`."""
+        by_name = {p.name: p for p in params}
+        members = [(p.name, str(p.local.dtype), p.local.nbytes) for p in params]
+        for number, part in enumerate(chunks(members, self.policy.fragments, limit)):
+            self.fragments.append([])
+            for place, (dtype, names) in enumerate(part):
+                key = f"outer {number} {dtype} {place}"
+                chunk = Chunk(key, [by_name[name] for name in names], self.transport, ledger)
+                self.fragments[-1].append(chunk)
         self.settle()
 
     def start(self) -> None:

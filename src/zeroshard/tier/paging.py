@@ -20,10 +20,8 @@ from torch import Tensor
 
 from ..errors import TierError
 from ..native import Workers
-from .scratch import GRAIN, Scratch, grains
-
-LANES = 8  # requests in flight
-REQUEST = 4 << 20  # bytes of one
+from ..shapes import GRAIN, LANES, REQUEST
+from .scratch import Scratch, grains
 
 
 class Rest(Enum):

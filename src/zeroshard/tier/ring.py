@@ -9,7 +9,6 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ..errors import TierError
 from .copies import Mark
 from .pinned import pinned
 
@@ -40,17 +39,12 @@ class Ring:
             (Stage(self._memory[i * nbytes : (i + 1) * nbytes]), Mark()) for i in range(count)
         )
         self._changed = threading.Condition()
-        self._broken: BaseException | None = None
 
     def take(self) -> Stage:
         """A stage whose last copy is done; waits for one if none is free."""
         with self._changed:
             while not self._free:
-                if self._broken is not None:
-                    raise TierError(
-                        "the host update failed, so its staging memory never came free."
-                    ) from self._broken
-                self._changed.wait(1.0)
+                self._changed.wait()
             stage, mark = self._free.popleft()
         mark.wait_on_host()
         return stage
@@ -60,9 +54,3 @@ class Ring:
         with self._changed:
             self._free.append((stage, after))
             self._changed.notify()
-
-    def fail(self, error: BaseException) -> None:
-        """Wake whoever waits: no stage will come back."""
-        with self._changed:
-            self._broken = error
-            self._changed.notify_all()

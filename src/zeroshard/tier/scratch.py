@@ -18,11 +18,11 @@ import tempfile
 import weakref
 
 from ..errors import TierError
+from ..shapes import GRAIN
 from .folder import check_folder, free_bytes, full
 
 log = logging.getLogger("zeroshard")
 
-GRAIN = 4096
 _PREFIX, _SUFFIX = "zeroshard-", ".scratch"
 
 

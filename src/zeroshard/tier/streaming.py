@@ -11,12 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..shapes import BLOCKS, REQUEST
 from .copies import Copies, Mark
-from .paging import LANES, REQUEST, Page, Paging
+from .paging import Page, Paging
 from .ring import Ring
 from .scratch import grains
-
-BLOCKS = 2 * LANES  # one that a lane fills, and one on its way to the device
 
 
 @dataclass(frozen=True)
