@@ -117,6 +117,11 @@ class Case:
         return self.offload is not None and "clip_norm" in dict(self.options)
 
     @property
+    def keeps_old_state(self) -> bool:
+        """Updates that have begun can be taken back."""
+        return dict(self.offload or ()).get("undo") is not False
+
+    @property
     def precision(self) -> zs.Precision:
         given = dict(self.options).get("precision") or "fp32"
         return zs.Precision(given) if isinstance(given, str) else given

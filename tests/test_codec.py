@@ -29,6 +29,7 @@ from zeroshard.codec import (
     TopK,
     TwoBit,
     from_settings,
+    topk,
 )
 from zeroshard.coding import sizes_of
 from zeroshard.errors import OptionError
@@ -196,6 +197,16 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_the_state_alone(codec: Co
     kept = codec.state(values.numel())
     send(codec, torch.ones_like(values), kept)
     assert all(tensor.isfinite().all() for tensor in kept.values())
+
+
+def test_the_first_go_of_what_is_not_finite_whatever_the_bits_of_a_nan() -> None:
+    """Else which values are sent would depend on how a NaN came about, and training with it."""
+    bits = torch.tensor([0x3F800000, 0x7FC00000, 0x7F800000, 0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32)
+    values, codec = bits.view(torch.float32), TopK(ratio=0.5)
+    found = send(codec, values, codec.state(6))
+    assert found.isfinite().tolist() == [True, False, False, False, True, True]
+    marked = topk._largest(values, 3)  # as on a GPU
+    assert marked.tolist() == [False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -278,8 +278,8 @@ def test_rows_have_the_bits_of_the_dense_gradient(
         assert now.uncompressed["reduce"] == pytest.approx(then.sent["reduce"], rel=0.15)  # but for padding
 
 
-def first_gradient(options: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Gradients of one batch, again and again: what every rank sees, and what was sent in all."""
+def first_gradient(options: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    """The sum of the gradients of one batch, again and again, as every rank sees it."""
     model = models.build("gpt")
     run = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), bucket_bytes=SMALL, **options)
     total: dict[str, Tensor] = {}
@@ -288,35 +288,20 @@ def first_gradient(options: dict[str, Any], steps: int) -> dict[str, Any]:
         model(models.GPT.batch(3, seed=run.rank)).backward()
         for name, p in model.named_parameters():
             assert p.grad is not None
-            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-            total[name] = total[name] + grad if name in total else grad
-    told = {"total": total, "error": run.stats().error, "sent": run.stats().sent["reduce"]}
+            total[name] = total[name] + p.grad if name in total else p.grad.clone()
     run.close()
-    return told
+    return total
 
 
-LOSSY = [
-    (zs.Cast("bfloat16"), 1, 0.004, 2),
-    (zs.Int8(), 1, 0.02, 0),
-    (zs.Int8(feedback=True), 8, 0.003, 0),
-    (zs.Int4(), 16, 0.02, 2),
-    (zs.OneBit(warmup_steps=0), 32, 0.3, 0),
-    (zs.TopK(ratio=0.1), 48, 0.25, 2),
-    (zs.LowRank(rank=2), 48, 0.2, 0),
-]
-
-
-@pytest.mark.parametrize(("codec", "steps", "bound", "stage"), LOSSY, ids=str)
-def test_what_a_codec_loses_is_small_or_comes_later(codec: Any, steps: int, bound: float, stage: int) -> None:
-    """With error feedback the sum over steps comes near the sum of the gradients, however few bits a step."""
-    exact = ranks(2).run(first_gradient, {"stage": stage}, 1)[0]["total"]
-    first, second = ranks(2).run(first_gradient, {"stage": stage, "compress": codec}, steps)
-    assert_same_bits(first["total"], second["total"])
-    lost = sum(float((first["total"][n] / steps - grad).square().sum()) for n, grad in exact.items())
+def test_what_a_code_of_low_rank_loses_comes_later() -> None:
+    """The sum over steps comes near that of the gradients. (Other codecs: bit by bit in `test_by_hand`.)"""
+    steps, options = 48, {"stage": 0}
+    exact = ranks(2).run(first_gradient, options, 1)[0]
+    first, second = ranks(2).run(first_gradient, {**options, "compress": zs.LowRank(rank=2)}, steps)
+    assert_same_bits(first, second)
+    lost = sum(float((first[n] / steps - grad).square().sum()) for n, grad in exact.items())
     whole = sum(float(grad.square().sum()) for grad in exact.values())
-    assert (lost / whole) ** 0.5 < bound
-    if not isinstance(codec, zs.LowRank):
-        assert 0 < first["error"][repr(codec)] < 3.0
+    assert (lost / whole) ** 0.5 < 0.2
 
 
 BITS = [zs.Cast("float16"), zs.Int8(), zs.Int4(), zs.OneBit(warmup_steps=0)]

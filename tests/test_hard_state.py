@@ -229,19 +229,33 @@ def test_gathered_reads_and_writes(stage: int) -> None:
 
 
 class Big(nn.Module):
-    """Six blocks of equal size; a module of its own kind holds a parameter and a buffer."""
+    """Six blocks of equal size; one module holds a parameter and a buffer, one a buffer alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 32)
+        self.phases = Phases(32)
         self.blocks = nn.ModuleList(Block(32) for _ in range(6))
         self.odd = Scale(32)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        x = self.phases(self.first(x))
         for block in self.blocks:
             x = block(x)
         return self.odd(x)
+
+
+class Phases(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("phases", torch.empty(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.phases, 0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.phases
 
 
 class Scale(nn.Module):
@@ -354,9 +368,34 @@ class NoReset(nn.Module):
         self.inner.weight = nn.Parameter(torch.empty(3, 3))
 
 
-def test_meta_module_without_reset_parameters_is_refused() -> None:
+class NoFill(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("shift", torch.zeros(2))
+
+
+def no_values() -> nn.Module:
+    phases = Phases(3)
+    phases.reset_parameters = None  # type: ignore[assignment, method-assign]
+    return nn.Sequential(nn.Linear(3, 3), phases)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (
+            NoReset,
+            r"`inner.weight` is on the meta device, and `inner` \(Module\) has no reset_parameters\(\)",
+        ),
+        (no_values, r"`1.phases` is on the meta device, and `1` \(Phases\) has no reset_param"),
+        (
+            NoFill,
+            r"buffer `shift` was on the meta device, and what fills `the model` \(NoFill\) has not written",
+        ),
+    ],
+)
+def test_meta_module_that_nothing_fills_is_refused(build: Callable[[], nn.Module], said: str) -> None:
     with torch.device("meta"):
-        model = NoReset()
-    said = r"`inner.weight` is on the meta device, and `inner` \(Module\) has no reset_parameters\(\)"
+        model = build()
     with pytest.raises(zs.ModelError, match=said):
         zs.shard(model)

@@ -76,7 +76,7 @@ def shard(
       ``"gloo"`` between them; `ranks_per_node`: ranks of a node, if not those on one host.
     - `node_cache`: at stage 3 parameters cross between nodes once a step, and stay inside the node meanwhile.
     - `group`: the process group to shard over (default: all ranks; joined if the environment announces one).
-    - `init`: fills a module whose parameters are on the meta device (default: its `reset_parameters`).
+    - `init`: fills a module with parameters or buffers on the meta device (default: its `reset_parameters`).
     - `limit`: in place of the above, bytes of one device (``"20GiB"``): the fastest way that fits is chosen,
       shown, and kept to. With `host_limit`, `disk_limit` (of a node), `batch` (example inputs, the largest),
       `loss`, or `memory_limit_per_node`; see `plan`.

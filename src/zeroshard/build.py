@@ -6,6 +6,7 @@ ever holds a whole model that it does not keep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -87,6 +88,7 @@ class Builder:
             self.host.open(self.transport)
         fresh = _Materialiser(self.model, self.device, init, self.transport)
         live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
+        fresh.fill_buffers(self.model)
         self.runtime.adopt_units(live)
         params = self.runtime.params
         successors = {id(p.original): p.home for p in params}
@@ -324,7 +326,7 @@ def _check_offload(options: Options, transport: Transport) -> None:
 
 
 class _Materialiser:
-    """Values of parameters: the user's own, or made on the spot for parameters on the meta device.
+    """Values of parameters and buffers: the user's own, or made on the spot for those on the meta device.
 
     All ranks must draw the same random numbers, so that rows fit together: the draws start from a seed that
     rank 0 drew.
@@ -337,7 +339,7 @@ class _Materialiser:
         self._values: dict[int, Tensor] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._states: list[Tensor] | None = None
-        if any(p.is_meta for p in model.parameters()):
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             seed = int(torch.randint(2**31, ()).item()) if transport.rank == 0 else 0
             self._seed = int(transport.max([float(seed)])[0])
             self._count = 0
@@ -352,6 +354,13 @@ class _Materialiser:
     def done(self, tenant: Tenant) -> None:
         self._values.pop(id(tenant.parameter), None)
 
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Those of modules that have no parameters of their own, such as the phases of rotary embeddings."""
+        for path, module in model.named_modules():
+            left = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+            if left:
+                self._fill(module, f"{path}.{left[0]}" if path else left[0])
+
     def _make(self, tenant: Tenant) -> None:
         """Give the module real memory for its own parameters and buffers, initialise them, and put the
         meta ones back."""
@@ -361,21 +370,35 @@ class _Materialiser:
             module._parameters[name] = nn.Parameter(
                 torch.empty_like(p, device=self.device), requires_grad=p.requires_grad
             )
-        for name, b in module._buffers.items():
-            if b is not None and b.is_meta:
-                module._buffers[name] = torch.empty_like(b, device=self.device)
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(self._seed + self._count)
-            self._count += 1
-            self._initialise(module, tenant)
+        self._fill(module, tenant.name)
         for name, p in metas.items():
             made = module._parameters[name]
             assert made is not None
             self._values[id(p)] = made.detach()
             module._parameters[name] = p
 
-    def _initialise(self, module: nn.Module, tenant: Tenant) -> None:
+    def _fill(self, module: nn.Module, first: str) -> None:
+        """Initialise the module, whose tensor `first` is on the meta device, its buffers in real memory."""
+        metas = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+        for name in metas:
+            fresh = torch.zeros_like(module._buffers[name], device=self.device)  # type: ignore[arg-type]
+            module._buffers[name] = fresh.fill_(math.nan) if fresh.is_floating_point() else fresh
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(self._seed + self._count)
+            self._count += 1
+            self._initialise(module, first)
+        for name in metas:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.numel() and bool(buffer.isnan().all()):
+                path = self._names.get(id(module), "")
+                raise ModelError(
+                    f"buffer `{path}{'.' if path else ''}{name}` was on the meta device, and what fills "
+                    f"`{path or 'the model'}` ({type(module).__name__}) has not written it: let "
+                    "reset_parameters() or shard(..., init=...) fill buffers, too."
+                )
+
+    def _initialise(self, module: nn.Module, first: str) -> None:
         reset = getattr(module, "reset_parameters", None)
         if self.init is not None:
             self.init(module)
@@ -384,7 +407,7 @@ class _Materialiser:
         else:
             path = self._names.get(id(module), "")
             raise ModelError(
-                f"`{tenant.name}` is on the meta device, and `{path or 'the model'}` "
+                f"`{first}` is on the meta device, and `{path or 'the model'}` "
                 f"({type(module).__name__}) has no reset_parameters() to fill it. Give the class one, or "
                 "pass shard(..., init=function_of_a_module)."
             )

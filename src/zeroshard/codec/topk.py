@@ -28,6 +28,8 @@ from zeroshard.fields import check_fields
 from zeroshard.native.codes import largest
 from zeroshard.policy import Numerics
 
+_INFINITE = 255 << 23  # the bits of infinity
+
 
 @dataclass(frozen=True)
 class TopK(Codec):
@@ -164,8 +166,9 @@ class TopK(Codec):
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Marks the `count` largest magnitudes; of equal ones the first. What is not finite counts as largest."""
-    size = values.view(torch.int32) & MAGNITUDE
+    """Marks the `count` largest magnitudes; of equal ones the first. What is not finite counts as largest,
+    all of it as equal: a NaN's bits may differ from one way of computing it to another."""
+    size = (values.view(torch.int32) & MAGNITUDE).clamp_(max=_INFINITE)
     least = size.topk(count).values[-1]
     above, ties = size > least, size == least
     return above | (ties & (ties.cumsum(0) <= count - above.sum()))

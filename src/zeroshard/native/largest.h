@@ -36,7 +36,8 @@ INLINE void stage_wanted(const struct largest *c, int64_t start, int64_t n, floa
     }
     for (int64_t i = 0; i < n; i++) {
         wanted[i] = residual[i] + grown[i];
-        size[i] = as_bits(wanted[i]) & 0x7FFFFFFFu;
+        const uint32_t bits = as_bits(wanted[i]) & 0x7FFFFFFFu;
+        size[i] = bits < 0x7F800000u ? bits : 0x7F800000u; /* not finite is one size, whatever a NaN carries */
     }
     for (int64_t i = n; i < SPAN; i++) size[i] = 0;
 }

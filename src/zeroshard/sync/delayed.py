@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..bucket import Bucket, EarlySink, Sink, WholeBucket
+from ..bucket import Bucket, EarlySink, WholeBucket
 from ..comm import Transport, Work
 from ..comm.transport import Done
 from ..errors import StateError
@@ -198,11 +198,11 @@ class DelayedGradients(Gradients):
                 self._due[bucket.index] = Done()
 
 
-class _OneBehind:
-    """In front of a sink: hands on what it got the time before."""
+class _OneBehind(Guarded):
+    """In front of a bucket's sink: hands on what it got the time before."""
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
+    def __init__(self, bucket: LocalBucket) -> None:
+        self.bucket, self.sink = bucket, bucket.sink
         self.behind = True
         self.held: tuple[Tensor, list[bool]] | None = None
 
@@ -216,7 +216,33 @@ class _OneBehind:
     def hand_on(self) -> None:
         held, self.held = self.held, None
         if held is not None:
+            self.before_change()
             self.sink(*held)
+
+    def rows(self, every: bool) -> list[tuple[Param, Tensor]]:
+        """What is held of each parameter; with `every`, also of those that were not used."""
+        bucket = self.bucket
+        if self.held is None and every:
+            device = bucket.params[0].leaf.device
+            self.held = (
+                torch.zeros(bucket.numel, dtype=bucket.dtype, device=device),
+                [False] * len(bucket.params),
+            )
+        if self.held is None:
+            return []
+        flat, used = self.held
+        each = zip(bucket.params, bucket.spans, used, strict=True)
+        return [(p, flat[at : at + n].view(p.slot.local_shape(0))) for p, (at, n), u in each if u or every]
+
+    def expect(self, names: set[str]) -> None:
+        """Hold the named gradients alone."""
+        if self.held is None:
+            return
+        flat, used = self.held[0], [p.name in names for p in self.bucket.params]
+        for (at, n), wanted in zip(self.bucket.spans, used, strict=True):
+            if not wanted:
+                flat[at : at + n].zero_()
+        self.held = (flat, used) if any(used) else None
 
 
 class DelayedLocalGradients(LocalGradients, Guarded):
@@ -229,9 +255,10 @@ class DelayedLocalGradients(LocalGradients, Guarded):
         self._behind = True
         self._new: dict[Param, Tensor] = {}
         self._held: dict[Param, Tensor] = {}
-        self._sinks = [_OneBehind(bucket.sink) for bucket in buckets]
-        for bucket, sink in zip(buckets, self._sinks, strict=True):
-            bucket.sink = sink
+        self._sinks = [_OneBehind(bucket) for bucket in buckets]
+        for sink in self._sinks:
+            sink.bucket.sink = sink
+        self._sink_of = {param: sink for sink in self._sinks for param in sink.bucket.params}
 
     @property
     def behind(self) -> bool:
@@ -296,24 +323,17 @@ class DelayedLocalGradients(LocalGradients, Guarded):
     def coming(self, every: bool) -> list[tuple[Param, Tensor]]:
         if every:
             for param, dtype in self._dtypes.items():
-                if param not in self._held and param not in self._bucket_of:
+                if param not in self._held and param not in self._sink_of:
                     self._held[param] = torch.zeros_like(param.home, dtype=dtype, requires_grad=False)
-        return list(self._held.items())
+        return [*self._held.items(), *(rows for sink in self._sinks for rows in sink.rows(every))]
 
     def owner_of(self, param: Param) -> Guarded:
-        return self
+        return self._sink_of.get(param, self)
 
     def expect(self, names: set[str]) -> None:
         self._held = {p: grad for p, grad in self._held.items() if p.name in names}
-
-    @property
-    def flats(self) -> list[list[Any] | None]:
-        """What is on its way to each sink."""
-        return [None if sink.held is None else [sink.held[0], sink.held[1]] for sink in self._sinks]
-
-    def take_flats(self, flats: Sequence[Any]) -> None:
-        for sink, held in zip(self._sinks, flats, strict=True):
-            sink.held = None if held is None else (held[0], list(held[1]))
+        for sink in self._sinks:
+            sink.expect(names)
 
 
 class DelayedPace(Pace):
@@ -379,15 +399,9 @@ class DelayedPace(Pace):
     def values(self) -> dict[str, Any]:
         return {"delayed": [p.name for p, _ in self.gradients.coming(False)], "count": self.count}
 
-    def own(self) -> dict[str, Any]:
-        local = isinstance(self.gradients, DelayedLocalGradients)
-        return {"flats": self.gradients.flats} if local else {}  # type: ignore[union-attr]
-
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         self._unused = self.begun = False
         if self.policy.warmup_steps:
             self.count = int(values.get("count", 0))
             self.gradients.behind = self._is_warm
         self.gradients.expect(set(values.get("delayed", ())))
-        if isinstance(self.gradients, DelayedLocalGradients) and "flats" in own:
-            self.gradients.take_flats(own["flats"])
