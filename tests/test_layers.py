@@ -50,6 +50,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "pricing",
         "choice",
         "trace",
+        "widening",
         "meter",
         "traffic",
         "fused",
