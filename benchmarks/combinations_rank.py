@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from combinations_case import CLIPS, CODED, STEPS, Case
 from combinations_model import (
+    DEVICE,
     batch,
     late_group,
     model_of,
@@ -72,7 +73,7 @@ class Loop:
         if not early:
             self.schedules = schedules_of(case, self.optimizers)
         scaled = case.precision == "fp16"
-        self.scalers = [torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)] * scaled
+        self.scalers = [torch.amp.GradScaler(DEVICE, init_scale=SCALE, growth_interval=10**6)] * scaled
         self.saved = False
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class Loop:
             run.publish()
         elif event == "deep copy":
             with run.gathered():
-                twin = copy.deepcopy(self.model)
+                twin = copy.deepcopy(self.model).to(DEVICE)
             with torch.no_grad():
                 twin(unseen(self.case))
 

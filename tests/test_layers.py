@@ -50,6 +50,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "pricing",
         "choice",
         "trace",
+        "widening",
         "meter",
         "traffic",
         "fused",
@@ -59,7 +60,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
+    ("face", "shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state", "saved"),
@@ -105,7 +106,7 @@ NO_TORCH = {
     "frames",
     "page",
 }
-DISTRIBUTED = {"comm", "shard", "launch", "testing"}
+DISTRIBUTED = {"comm", "face", "shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 HOOKED = {"hooks", "trace"}  # a trace hooks fake tensors only, which end with it

@@ -289,7 +289,7 @@ def _few(question: Question, stage: Stage, placing: Placing) -> Candidate | None
     Found on segments put together from the two traces, then made sure of by a trace of its own: what a unit
     saves depends on what its neighbours do.
     """
-    order = question_order(question)
+    order = worth_recomputing(question)
 
     def way(count: int, lean: bool) -> tuple[Options, set[str]]:
         chosen = set(order[:count])
@@ -324,7 +324,7 @@ def _few(question: Question, stage: Stage, placing: Placing) -> Candidate | None
     return None
 
 
-def question_order(question: Question) -> list[str]:
+def worth_recomputing(question: Question) -> list[str]:
     """Units in the order in which they are worth recomputing: bytes freed for each operation that is done
     again; of equals the earlier, whose recomputation comes when others have gone."""
     saved: dict[bool, dict[str, int]] = {}
@@ -398,27 +398,28 @@ def price(question: Question, options: Options, segments: tuple[Segment, ...] | 
     lean = (
         options.prefetch < question.options.prefetch or options.bucket_bytes < question.options.bucket_bytes
     )
+    decided = setup.places if offload is not None and offload.automatic else ()
     return Candidate(
-        options.stage,
-        placing_of(offload),
-        (precision.compute if precision is not None else "as it is") if question.precisions else "",
-        sum(setup.recomputes(name) for name in question.names),
-        len(question.names),
-        lean,
-        peak.total,
-        peak.where,
-        peak.kinds,
-        setup.held.host_bytes,
-        sent.total,
-        seconds.parts,
-        seconds.step,
-        _fits(question, peak.total, setup.held),
-        settings_of(options),
-        asdict(setup.held),
-        setup.held.disk,
-        options.numerics,
-        [list(asdict(place).values()) for place in setup.places] if offload and offload.automatic else [],
-        sent.between,
+        stage=options.stage,
+        placing=placing_of(offload),
+        precision=(precision.compute if precision else "as it is") if question.precisions else "",
+        recompute=sum(setup.recomputes(name) for name in question.names),
+        units=len(question.names),
+        lean=lean,
+        device=peak.total,
+        where=peak.where,
+        kinds=peak.kinds,
+        host=setup.held.host_bytes,
+        sent=sent.total,
+        seconds=seconds.parts,
+        step=seconds.step,
+        fits=_fits(question, peak.total, setup.held),
+        settings=settings_of(options),
+        lasting=asdict(setup.held),
+        disk=setup.held.disk,
+        numerics=options.numerics,
+        places=[list(asdict(place).values()) for place in decided],
+        between=sent.between,
     )
 
 

@@ -377,7 +377,9 @@ def trace(
     chosen, names = set(recomputed), [u.name for u in question.units if u.name]
     try:
         return tuple(
-            Tracer(model, names, chosen.__contains__, compute, question.machine.gpu).run(inputs, loss)
+            Tracer(
+                model, names, chosen.__contains__, compute, question.machine.gpu, question.options.precision
+            ).run(inputs, loss)
         )
     except PlanError:
         raise
