@@ -66,6 +66,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("form", "state", "saved"),
     ("part", "eligible", "unfit", "blueprint", "scaling"),
     ("live", "due"),
+    ("crew",),
     ("host",),
     ("place", "wiring", "supply"),
     ("runtime",),
