@@ -46,6 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "machine",
         "crossing",
+        "question",
         "planner",
         "pricing",
         "choice",
@@ -101,6 +102,7 @@ NO_TORCH = {
     "plan",
     "machine",
     "crossing",
+    "question",
     "planner",
     "pricing",
     "choice",
