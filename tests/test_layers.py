@@ -41,6 +41,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "pool",
         "outlook",
         "guard",
+        "spans",
         "units",
     ),
     (
