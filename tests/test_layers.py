@@ -62,7 +62,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
+    ("face", "shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state", "saved"),
@@ -110,7 +110,7 @@ NO_TORCH = {
     "frames",
     "page",
 }
-DISTRIBUTED = {"comm", "shard", "launch", "testing"}
+DISTRIBUTED = {"comm", "face", "shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 HOOKED = {"hooks", "trace"}  # a trace hooks fake tensors only, which end with it
