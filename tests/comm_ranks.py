@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from zeroshard.comm import GlooTransport, LocalTransport, NodesTransport, ShmTransport, Transport
 from zeroshard.comm.topology import by_count
+from zeroshard.testing.processes import server
 
 KINDS = {"shm": ShmTransport, "gloo": GlooTransport}
 
@@ -78,7 +78,7 @@ class Ranks:
     """Processes that each run `body(rank, store path, report)`; `report(value)` sends a value to the test."""
 
     def __init__(self, size: int, body: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = server()
         self._folder = tempfile.TemporaryDirectory()
         path = os.path.join(self._folder.name, "store")
         # A pipe each, and no queue: what was sent is out before the process is killed.

@@ -6,7 +6,6 @@ would; the others by a launcher that is forked with torch imported, which spares
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli import main
-from zeroshard.launch.job import PRELOAD
+from zeroshard.testing.processes import server
 
 pytestmark = pytest.mark.ranks
 SCRIPT = Path(__file__).with_name("failing.py")
@@ -103,8 +102,7 @@ def by_command(words: list[str], output: Path) -> int:
 
 
 def by_fork(words: list[str], output: Path) -> int:
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=forked, args=(words, str(output)))
+    process = server().Process(target=forked, args=(words, str(output)))
     process.start()
     process.join(120)
     assert process.exitcode is not None, output.read_text()
@@ -121,7 +119,6 @@ def forked(words: list[str], output: str) -> None:
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[Way, Ended]:
     """How every run ended."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD])
     folder = tmp_path_factory.mktemp("runs")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return dict(zip(ALL, pool.map(lambda way: launch(way, folder), ALL), strict=True))

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from zeroshard.launch.job import PRELOAD
 
-__all__ = ["Outcome", "RankFailure", "Ranks", "ranks", "summary"]
+__all__ = ["Outcome", "RankFailure", "Ranks", "ranks", "server", "summary"]
 
 # Imported once by the server that ranks are forked from, so that a pool starts in a fraction of a second.
 # What is not installed is passed over; the last one is told that all is there.
@@ -55,6 +56,13 @@ class Outcome:
 
 def summary(function: Callable[..., Any], failed: Sequence[str], size: int) -> str:
     return "\n".join((f"{function.__qualname__} failed on {len(failed)} of {size} ranks", *failed))
+
+
+def server() -> ForkServerContext:
+    """Starts processes as forks of one that has imported torch and ZeroShard; the first starts that too."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 class Ranks:
@@ -128,8 +136,7 @@ class Ranks:
         return {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = server()
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-ranks-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
