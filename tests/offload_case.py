@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, partialmethod
+from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -124,6 +125,11 @@ class Trained:
     stats: zs.Stats | None = None
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     rests: set[tuple[str, str]] = field(default_factory=set)  # of state and parameters, in some unit
+
+
+def on_disk(path: Path, **given: Any) -> zs.Offload:
+    """State on the disk, in pieces small enough that there are several."""
+    return zs.Offload("disk", path=str(path), stage_bytes=4096, threads=2, **given)
 
 
 def thirds(options: dict[str, Any], world: int, parameters: str = "device", **given: Any) -> zs.Offload:
