@@ -77,10 +77,9 @@ class _Stretch:
     moved_back: int = 0
     kernels: int = 0
     kernels_back: int = 0
-    order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
-    levels: list[int] = field(
-        default_factory=list
-    )  # the most that lived before the first, after the first, …
+    # Weights whose gradients arrived in its backward, and the most that lived before the first, after it, …
+    order: list[str] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
     like: _Stretch | None = None
     outputs: Any = None  # of a repeated one: how its outputs look, and their tree
     standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
@@ -93,20 +92,19 @@ class _Stretch:
     def done(self) -> Segment:
         source = self.like or self
         order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
-        most = max(source.levels, default=0)
         return Segment(
-            self.unit,
-            source.saved,
-            source.forward,
-            most,
-            source.flops,
-            source.back,
-            source.moved,
-            source.moved_back,
-            source.kernels,
-            source.kernels_back,
-            order,
-            tuple(source.levels),
+            unit=self.unit,
+            saved=source.saved,
+            forward=source.forward,
+            backward=max(source.levels, default=0),
+            flops=source.flops,
+            back=source.back,
+            moved=source.moved,
+            moved_back=source.moved_back,
+            kernels=source.kernels,
+            kernels_back=source.kernels_back,
+            order=order,
+            levels=tuple(source.levels),
         )
 
 
