@@ -139,7 +139,8 @@ class Tracer:
             args, kwargs = self._fake(inputs)
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             with self._watched(), self._meter, hooks, self._kernels():
-                functional_call(_Step(self.model, partial(self._step, inputs, loss)), weights, args, kwargs)
+                step = _Step(self.model, partial(self._step, inputs, loss))
+                functional_call(step, weights, args, kwargs, tie_weights=False)
         ends = (self._stretches[0], self._stretches[-1])
         return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
 
@@ -156,19 +157,19 @@ class Tracer:
     # ------------------------------------------------------------------ fakes
 
     def _weights(self) -> dict[str, Tensor]:
-        """Parameters in compute dtype and buffers as they are. They are not counted: the memory model has
-        them."""
+        """Parameters in compute dtype and buffers as they are, once for every place where they stand (see
+        [Note: once a place]). They are not counted: the memory model has them."""
         made: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
-            made[f"model.{name}"] = fake.requires_grad_(parameter.requires_grad)
+            made[name] = fake.requires_grad_(parameter.requires_grad)
             owner = max((u for u in self.names if name.startswith(f"{u}.")), key=len, default="")
             self._waiting.setdefault(owner, {})[name] = fake
-            self._leave_out(fake)
         for name, buffer in self.model.named_buffers():
-            fake = made[f"model.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for fake in made.values():
             self._leave_out(fake)
-        return made
+        return {f"model.{name}": made[first] for name, first in _places(self.model).items()}
 
     def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         wide = next((dtype for dtype in self.compute.values() if dtype.is_floating_point), None)
@@ -371,6 +372,21 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def _places(model: nn.Module) -> dict[str, str]:
+    """A name of every place where a tensor stands, and the first name of that tensor.
+
+    [Note: once a place] A module used twice has two names for one place. `functional_call` would put a fake
+    there twice, and leave what it found the second time, the fake. So it gets each place of a tensor once."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                full = f"{path}.{name}" if path else name
+                found[full] = first.setdefault(id(tensor), full)
+    return found
 
 
 class _Step(nn.Module):
