@@ -1,6 +1,7 @@
 """Random combinations of features against plain PyTorch: stages, precisions, tiers, optimizers, odd models.
 
 python benchmarks/combinations.py --seeds 0 1000 --ranks 1 2 3 4 --seconds 480 --out
+python benchmarks/combinations.py --device cuda    # ranks share the GPUs, over NCCL
 
 Each seed is a combination. As drawn, it may be one that ZeroShard refuses, which must be by an error of its
 own with the same text on every rank. Then the nearest one that the documentation allows trains for seven
@@ -27,11 +28,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as ranks have: sums are split among threads
+if "--device" in sys.argv[:-1]:  # before anything of it is imported, here and by ranks
+    os.environ["COMBINATIONS_DEVICE"] = sys.argv[sys.argv.index("--device") + 1]
 
 import combinations_rank
 import kept
 import torch
 from combinations_case import CODED, Case, Leg, allowed, draw, legs_of
+from combinations_model import DEVICE
 from combinations_plain import Plain, Trained
 
 from zeroshard.testing import ranks
@@ -86,7 +90,10 @@ class Bounds:
 
 def on_ranks(world: int, function: Any, *arguments: Any) -> list[Any]:
     """What each rank returns; a world of one is this process."""
-    return ranks(world).run(function, *arguments, timeout=PATIENCE) if world > 1 else [function(*arguments)]
+    if world == 1:
+        return [function(*arguments)]
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    return ranks(world, backend).run(function, *arguments, timeout=PATIENCE)
 
 
 def farthest(got: list[float], want: list[float]) -> float:
@@ -198,7 +205,7 @@ def attempt(seed: int, tally: Tally) -> None:
         wrong = ["raised: " + traceback.format_exc()[-1500:]]
     if wrong:
         tally.outcomes["FAILED"] += 1
-        line = f"python benchmarks/combinations.py --seeds {seed} {seed + 1}"
+        line = f"python benchmarks/combinations.py --seeds {seed} {seed + 1} --device {DEVICE}"
         case = allowed(draw(seed))
         tally.failures.append({"repeat": line, "case": str(case), "wrong": wrong[:8]})
         print(f"FAILED: {line}\n  {case}", *wrong[:8], sep="\n  ", flush=True)
@@ -228,6 +235,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="only these numbers of ranks"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no further seed after so long")
     parser.add_argument(
         "--out", action="store_true", help="write benchmarks/results/DATE-combinations.json, .md"
@@ -256,7 +264,7 @@ def main(arguments: list[str]) -> int:
     text = kept.show(found, body(tally))
     print(text)
     if asked.out:
-        kept.keep("combinations", found, text)
+        kept.keep("combinations" if DEVICE == "cpu" else f"combinations-{DEVICE}", found, text)
     return int(bool(tally.failures))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,10 @@ class Net(nn.Module):
         return {"loss": F.cross_entropy(logits, tokens[:, 1:].flatten())}
 
 
+# Ranks know it by their environment; see `--device`.
+DEVICE = os.environ.get("COMBINATIONS_DEVICE", "cpu")
+
+
 def model_of(case: Case) -> Net:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
@@ -96,7 +101,7 @@ def model_of(case: Case) -> Net:
     if case.dtype == "float64":
         for parameter in model.parameters():
             parameter.data = parameter.data.double()
-    return model
+    return model.to(DEVICE)
 
 
 def empty_of(case: Case) -> tuple[Net, Callable[[nn.Module], None]]:
@@ -120,7 +125,7 @@ def empty_of(case: Case) -> tuple[Net, Callable[[nn.Module], None]]:
 
 def batch(case: Case, step: int, rank: int, micro: int) -> Tensor:
     seeded = torch.Generator().manual_seed(case.seed * 7919 + 1000 * step + 10 * rank + micro)
-    return torch.randint(case.vocab, (1 + rank if case.uneven else 2, 6), generator=seeded)
+    return torch.randint(case.vocab, (1 + rank if case.uneven else 2, 6), generator=seeded).to(DEVICE)
 
 
 def unseen(case: Case) -> Tensor:
@@ -225,7 +230,7 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
         "recompute": case.recompute,
         "units": units.get(case.units, case.units),
         "clip_norm": CLIPS.get(case.clip),
-        "transport": case.transport if case.world > 1 else "auto",
+        "transport": case.transport if case.world > 1 and DEVICE == "cpu" else "auto",
         "precision": precisions.get(case.precision, case.precision),
     }
     if case.offload == PLANNED:  # the rest is the plan's to say

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ def clip(case: Case, model: nn.Module, limit: float | None) -> None:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def in_its_own_dtype(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return norm(x.float()).to(x.dtype)
 
 
 class Plain:
@@ -88,6 +93,9 @@ class Plain:
             parameter.grad = None
             if self.computed is not None and not self.kept(name):
                 parameter.data = parameter.data.to(self.computed)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm) and self.kept("norm"):
+                module.forward = partial(in_its_own_dtype, module.forward)
         return model
 
     def train(self) -> list[Trained]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from combinations_case import CLIPS, CODED, PLANNED, STEPS, Case, Leg
 from combinations_model import (
+    DEVICE,
     batch,
     empty_of,
     late_group,
@@ -78,7 +79,7 @@ class Loop:
         if not early:
             self.schedules = schedules_of(case, self.optimizers)
         scaled = case.precision == "fp16"
-        self.scalers = [torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)] * scaled
+        self.scalers = [torch.amp.GradScaler(DEVICE, init_scale=SCALE, growth_interval=10**6)] * scaled
         self.saved = False
         if leg.first:
             for step in range(leg.first):
@@ -235,7 +236,7 @@ class Loop:
             run.publish()
         elif event == "deep copy":
             with run.gathered():
-                twin = copy.deepcopy(self.model)
+                twin = copy.deepcopy(self.model).to(DEVICE)
             with torch.no_grad():
                 twin(unseen(self.case))
 

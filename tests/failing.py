@@ -8,6 +8,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -16,6 +17,7 @@ SCENARIO, TRANSPORT, STAGE = sys.argv[1], sys.argv[2], int(sys.argv[3])
 RANK = int(os.environ["RANK"])
 ASTRAY = RANK == 1
 AT = 2  # the step in which it happens
+DEVICE = "cuda" if TRANSPORT == "nccl" else "cpu"
 
 
 def now() -> None:
@@ -69,7 +71,12 @@ def misbehave(run: zs.Run) -> None:
 def main() -> None:
     print(f"pid {os.getpid()}", flush=True)
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), Block())
+    if TRANSPORT == "nccl":  # on one GPU, which NCCL allows between hosts
+        os.environ |= {"NCCL_HOSTID": f"rank {RANK}", "NCCL_SOCKET_IFNAME": "lo"}
+        device = torch.device("cuda", RANK % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    model = nn.Sequential(Block(), Block(), Block()).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if ASTRAY and SCENARIO == "raise before shard":
         now()
@@ -79,7 +86,7 @@ def main() -> None:
     for step in range(5):
         for block in model:
             block.step = step
-        loss = model(torch.randn(4, 8)).pow(2).mean()
+        loss = model(torch.randn(4, 8).to(DEVICE)).pow(2).mean()
         if not (ASTRAY and step == AT and SCENARIO == "skips a backward"):
             loss.backward()
         if not (ASTRAY and step == AT and SCENARIO == "skips a step"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 import zeroshard as zs
 from zeroshard.testing import ranks
@@ -30,15 +31,18 @@ def adamw(params: Iterable[Any]) -> Optimizer:
 class Training:
     """A model in training: by a rank on its part of the data (`run` is its handle), or by one process."""
 
-    def __init__(self, case: Case, parts: list[int], options: dict[str, Any] | None = None) -> None:
-        self.case, self.parts = case, parts
-        self.model, self.optimizer = fresh(case)
+    def __init__(
+        self, case: Case, parts: list[int], options: dict[str, Any] | None = None, device: str = "cpu"
+    ) -> None:
+        self.case, self.parts, self.device = case, parts, device
+        self.model, self.optimizer = fresh(case, device)
         self.run = None if options is None else zs.shard(self.model, self.optimizer, **options)
         self.losses: list[float] = []
 
     def loss(self, step: int) -> Tensor:
         """The mean loss over the parts that this process trains on."""
-        losses = [self.case.loss(self.model, self.case.batch(step, part)) for part in self.parts]
+        batches = [self.case.batch(step, part) for part in self.parts]
+        losses = [self.case.loss(self.model, moved(batch, self.device)) for batch in batches]
         total = torch.stack(losses).mean()
         self.losses.append(total.item())
         return total
@@ -101,21 +105,25 @@ def in_float64(build: Callable[[], nn.Module]) -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
-def fresh(case: Case) -> tuple[nn.Module, Optimizer]:
-    model = in_float64(case.build)
+def moved(batch: Any, device: str) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def fresh(case: Case, device: str = "cpu") -> tuple[nn.Module, Optimizer]:
+    model = in_float64(case.build).to(device)
     return model, case.optimizer([p for p in model.parameters() if p.is_floating_point() or p.is_complex()])
 
 
-def plain(case: Case, world: int) -> Trained:
+def plain(case: Case, world: int, device: str = "cpu") -> Trained:
     """One process on the parts of all ranks."""
-    return train(Training(case, list(range(world))))
+    return train(Training(case, list(range(world)), device=device))
 
 
-def sharded(module: str, name: str, stage: int, transport: str) -> Trained:
+def sharded(module: str, name: str, stage: int, transport: str, device: str = "cpu") -> Trained:
     """On a rank: the same by `zs.shard`. Losses are this rank's own."""
     case: Case = importlib.import_module(module).CASES[name]
-    training = Training(case, [dist.get_rank()], {"stage": stage, "transport": transport, **case.options})
-    return train(training)
+    options = {"stage": stage, "transport": transport, **case.options}
+    return train(Training(case, [dist.get_rank()], options, device))
 
 
 def train(training: Training) -> Trained:
@@ -126,7 +134,7 @@ def train(training: Training) -> Trained:
     updated = [names[i] for i in training.optimizer.state_dict()["state"]]
     if training.run is not None:
         training.run.close()
-    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    values = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
     return Trained(training.losses, values, sorted(name for name in updated if values[name].numel()))
 
 

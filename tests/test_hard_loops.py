@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hard_case import STAGES, Case, Training, check, plain_turn, tokens, update
+from hard_case import STAGES, Case, Training, check, moved, plain_turn, tokens, update
 from test_hard_params import Branches, Stack, Tied, by_step, four, next_token, squared
 from torch import Tensor, nn
 
@@ -145,7 +145,7 @@ def _whole(tensor: Any) -> Tensor:
 
 def input_gradient(training: Training, step: int) -> None:
     """`torch.autograd.grad` with respect to an input, before the real backward."""
-    x = training.case.batch(step, training.parts[0]).requires_grad_()
+    x = moved(training.case.batch(step, training.parts[0]), training.device).requires_grad_()
     (grad,) = torch.autograd.grad(training.model(x).sum(), x)
     assert grad.shape == x.shape
     assert 0 < float(grad.abs().sum()) < float("inf")
@@ -188,8 +188,8 @@ def scheduled(training: Training, step: int) -> None:
     training.scheduler.step()
 
 
-def generate(model: nn.Module, length: int) -> list[int]:
-    ids = torch.tensor([[1]])
+def generate(model: nn.Module, length: int, device: str = "cpu") -> list[int]:
+    ids = torch.tensor([[1]], device=device)
     with torch.no_grad():
         for _ in range(length):
             ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
@@ -199,7 +199,7 @@ def generate(model: nn.Module, length: int) -> list[int]:
 def generated(training: Training, step: int) -> None:
     """Ranks generate texts of different lengths between the steps."""
     plain_turn(training, step)
-    generate(training.model, 2 + 3 * training.parts[0])
+    generate(training.model, 2 + 3 * training.parts[0], training.device)
 
 
 CASES = {

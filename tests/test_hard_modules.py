@@ -14,6 +14,7 @@ from test_hard_params import Block, four, next_token, squared
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import zeroshard as zs
 from zeroshard.testing import ranks
 
 pytestmark = pytest.mark.ranks
@@ -329,3 +330,21 @@ def test_bypassed_units_work_where_homes_are_plain_or_layers_are_hooked(stage: i
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bypassed_units_are_an_error_elsewhere(stage: int) -> None:
     ranks(2).run(bypass, stage)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_recurrent_weights_stay_where_they_are(
+    precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU `flatten_parameters`, which forward calls when it sees other weights than before, moves them
+    out of the memory that the optimizer updates."""
+    moved: list[nn.Module] = []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda module: moved.append(module))
+    model = Recurrent()
+    moved.clear()
+    run = zs.shard(model, torch.optim.SGD(model.parameters()), precision=precision)
+    model(tokens(0, 0))
+    assert moved == []
+    run.close()
+    model(tokens(0, 0))
+    assert set(moved) == {model.lstm, model.gru}

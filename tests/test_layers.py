@@ -41,15 +41,18 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "pool",
         "outlook",
         "guard",
+        "spans",
         "units",
     ),
     (
         "machine",
         "crossing",
+        "question",
         "planner",
         "pricing",
         "choice",
         "trace",
+        "widening",
         "meter",
         "traffic",
         "fused",
@@ -59,12 +62,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("tier",),
     ("comm",),
-    ("shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
+    ("face", "shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
     ("param", "grad", "step"),
     ("sync",),
     ("form", "state", "saved"),
     ("part", "eligible", "unfit", "blueprint", "scaling"),
     ("live", "due"),
+    ("crew",),
     ("host",),
     ("place", "wiring", "supply"),
     ("runtime",),
@@ -99,13 +103,14 @@ NO_TORCH = {
     "plan",
     "machine",
     "crossing",
+    "question",
     "planner",
     "pricing",
     "choice",
     "frames",
     "page",
 }
-DISTRIBUTED = {"comm", "shard", "launch", "testing"}
+DISTRIBUTED = {"comm", "face", "shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 HOOKED = {"hooks", "trace"}  # a trace hooks fake tensors only, which end with it

@@ -25,8 +25,8 @@ from zeroshard.frames import moments_of
 from zeroshard.machine import GPUS, machine
 from zeroshard.memory import Setup
 from zeroshard.plan import Plan
-from zeroshard.planner import Question
 from zeroshard.planning import tokens
+from zeroshard.question import Question
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
 from zeroshard.timeline import Segment, peak_of, step_moments
 from zeroshard.trace import Inputs, Tracer
@@ -184,7 +184,9 @@ def peak_of_a_step(options: dict[str, Any], rows: int, passes: int) -> tuple[int
     compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in units for w in unit.weights}
     batch = torch.zeros(rows, 11, dtype=torch.int64)
     names = [unit.name for unit in units if unit.name]
-    segments = Tracer(model, names, setup.recomputes, compute).run(Inputs.of(batch), None)
+    precision = setup.options.precision
+    tracer = Tracer(model, names, setup.recomputes, compute, precision=precision)
+    segments = tracer.run(Inputs.of(batch), None)
     run = zs.shard(model, optimizer, **options)
     moments = step_moments(dataclasses.replace(setup, rank=run.rank), segments, unsynced=passes > 1)
     for _ in range(2):
@@ -199,7 +201,11 @@ def peak_of_a_step(options: dict[str, Any], rows: int, passes: int) -> tuple[int
 @pytest.mark.parametrize(("rows", "passes"), [(1, 1), (16, 1), (4, 3)])
 @pytest.mark.parametrize(
     "options",
-    [{"stage": 2}, {"stage": 3, "recompute": True, "bucket_bytes": 40000}, {"stage": 3, "precision": "bf16"}],
+    [
+        {"stage": 2},
+        {"stage": 3, "recompute": True, "bucket_bytes": 40000},
+        {"stage": 3, "precision": zs.Precision("bfloat16", keep=("*norm*",))},
+    ],
 )
 def test_the_peak_of_a_sharded_step(options: dict[str, Any], rows: int, passes: int) -> None:
     """Activations, temporaries, and gradients that wait for their buckets, all at one moment; with several

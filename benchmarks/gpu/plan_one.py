@@ -46,7 +46,8 @@ def meta_model(size):
 
 
 def offload_of(kind, size, world, stage):
-    """`auto`: the device may hold the weights and half of the state."""
+    """`auto`: the device may hold the weights and half of the state. The host has room for the rest: all
+    ranks of a simulated world are on this one, and each would get its share of what is free."""
     if kind == "none":
         return None
     if kind == "host":
@@ -54,7 +55,8 @@ def offload_of(kind, size, world, stage):
     whole = zs.plan(
         meta_model(size), ranks=world, limit="100TiB", stage=stage, offload=None, precision="bf16"
     ).chosen.lasting
-    return zs.Offload(optimizer="auto", device_bytes=whole["parameters"] + whole["state"] // 2)
+    on_device, on_host = whole["parameters"] + whole["state"] // 2, whole["state"]
+    return zs.Offload(optimizer="auto", device_bytes=on_device, host_bytes=on_host if world > 1 else None)
 
 
 def options_of(case):

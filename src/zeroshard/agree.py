@@ -108,13 +108,8 @@ def _by_rank(texts: list[str]) -> str:
     parts = []
     for text, _ in Counter(texts).most_common():
         ranks = [rank for rank, other in enumerate(texts) if other == text]
-        dense = ranks[-1] - ranks[0] + 1 == len(ranks)
-        shown = (
-            str(ranks[0])
-            if len(ranks) == 1
-            else f"{ranks[0]}-{ranks[-1]}"
-            if dense
-            else ", ".join(map(str, ranks))
-        )
+        shown = ", ".join(map(str, ranks))
+        if len(ranks) > 1 and ranks[-1] - ranks[0] + 1 == len(ranks):
+            shown = f"{ranks[0]}-{ranks[-1]}"
         parts.append(f"{text} on rank{'s' if len(ranks) > 1 else ''} {shown}")
     return " and ".join(parts)

@@ -338,15 +338,15 @@ class Run(Kept):
             live["gradients"] += grads
             peak["gradients"] = max(peak["gradients"], grads)
         return Stats(
-            runtime.steps,
-            counters.sent,
-            counters.received,
-            counters.waited,
-            live,
-            peak,
-            self._data_parallel_bytes(state + hidden),
-            runtime.norm,
-            runtime.host.update_counts() if runtime.host is not None else {},
+            steps=runtime.steps,
+            sent=counters.sent,
+            received=counters.received,
+            waited=counters.waited,
+            live=live,
+            peak=peak,
+            data_parallel=self._data_parallel_bytes(state + hidden),
+            norm=runtime.norm,
+            updates=runtime.host.update_counts() if runtime.host is not None else {},
             sync=runtime.pace.label,
             switches=runtime.pace.report(),
             uncompressed={kind: n + counters.spared.get(kind, 0) for kind, n in counters.sent.items()},
@@ -360,11 +360,9 @@ class Run(Kept):
         runtime = self._runtime
         whole = sum(p.slot.numel for p in runtime.params if p.trainable)
         held = sum(p.slot.held(self.rank) for p in runtime.params if p.trainable)
-        weights = sum(
-            p.slot.numel
-            * (p.leaf.element_size() + (p.master_dtype.itemsize if p.master_dtype != p.leaf.dtype else 0))
-            for p in runtime.params
-        )
+        weights = sum(p.slot.numel * p.leaf.element_size() for p in runtime.params)
+        masters = [p for p in runtime.params if p.master_dtype != p.leaf.dtype]
+        weights += sum(p.slot.numel * p.master_dtype.itemsize for p in masters)
         grads = sum(p.slot.numel * p.leaf.element_size() for p in runtime.params if p.trainable)
         return weights + grads + (state * whole // held if held else 0)
 
@@ -412,9 +410,6 @@ class Run(Kept):
         return self._runtime
 
     def __repr__(self) -> str:
-        state = (
-            "closed"
-            if self._runtime.closed
-            else f"stage {self.options.stage}, rank {self.rank} of {self.size}, {self.transport}"
-        )
-        return f"<zeroshard.Run {type(self.model).__name__}: {state}>"
+        state = f"stage {self.options.stage}, rank {self.rank} of {self.size}, {self.transport}"
+        shown = "closed" if self._runtime.closed else state
+        return f"<zeroshard.Run {type(self.model).__name__}: {shown}>"

@@ -91,8 +91,6 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> O
     except TypeError:  # its own __init__ asks for more: what that has made is taken over
         fresh = Optimizer([{"params": [probe], **options}], dict(optimizer.defaults)).__dict__
         twin: Optimizer = object.__new__(kind)
-        own = {
-            name: value for name, value in optimizer.__dict__.items() if name != "step"
-        }  # as schedulers set
+        own = {name: value for name, value in optimizer.__dict__.items() if name != "step"}  # a scheduler's
         twin.__dict__.update(own | fresh)
         return twin

@@ -57,13 +57,8 @@ class Builder:
         device: torch.device,
         placement: Placement,
     ) -> None:
-        self.model, self.optimizers, self.options, self.transport = (
-            model,
-            list(optimizers),
-            options,
-            transport,
-        )
-        self.device, self.placement = device, placement
+        self.model, self.optimizers, self.options = model, list(optimizers), options
+        self.transport, self.device, self.placement = transport, device, placement
         self.ledger = Ledger()
         self.faces = faces
         self.copies = Copies(device)
@@ -299,11 +294,8 @@ class Builder:
         made = wiring.buckets(trainable, [[by_name[n] for n in plot.names] for plot in plots])
         for bucket in made:
             bucket.sink = sinks.get(bucket.params[0].name)
-        gradients = (
-            DelayedGradients(made, self.transport, self.faces, options.stage, self.ledger)
-            if delays
-            else Gradients(made, self.transport, self.faces, options.stage, self.ledger)
-        )
+        reduced = DelayedGradients if delays else Gradients
+        gradients = reduced(made, self.transport, self.faces, options.stage, self.ledger)
         gradients.desk = wiring.desk
         self._hold_moments(gradients, options)
         return gradients
@@ -416,7 +408,6 @@ class _Materialiser:
             path = self._names.get(id(module), "")
             raise ModelError(
                 f"`{first}` is on the meta device, and `{path or 'the model'}` "
-                f"({type(module).__name__}) has no "
-                "reset_parameters() to fill it. Give the class one, or pass shard(..., "
-                "init=function_of_a_module)."
+                f"({type(module).__name__}) has no reset_parameters() to fill it. Give the class one, or "
+                "pass shard(..., init=function_of_a_module)."
             )

@@ -11,7 +11,8 @@ from .balance import imbalance
 from .config import Precision
 from .errors import PlanError
 from .plan import PLACINGS, Candidate, Plan, made_of
-from .planner import FILLING, Question, all_candidates, placing_of, price
+from .planner import FILLING, all_candidates, price
+from .question import Question, placing_of
 from .sizes import show_apart, show_bytes
 from .timeline import Segment
 
@@ -29,19 +30,19 @@ def choose(question: Question) -> Plan:
     chosen = min(equals, key=lambda one: (one.moving_parts, one.recompute, one.device))
     uneven = imbalance(question.setup(question.way(chosen.stage))) if chosen.stage else 0.0
     return Plan(
-        question.model,
-        question.parameters,
-        question.world,
-        question.ranks_per_node,
-        question.limit,
-        question.host_limit,
-        question.disk_limit,
-        question.machine.name,
-        chosen,
-        candidates,
-        tuple(reasons(question, chosen, candidates, uneven)),
-        uneven,
-        question.shared,
+        model=question.model,
+        parameters=question.parameters,
+        ranks=question.world,
+        ranks_per_node=question.ranks_per_node,
+        limit=question.limit,
+        host_limit=question.host_limit,
+        disk_limit=question.disk_limit,
+        machine=question.machine.name,
+        chosen=chosen,
+        candidates=candidates,
+        reasons=tuple(reasons(question, chosen, candidates, uneven)),
+        imbalance=uneven,
+        shared=question.shared,
     )
 
 
@@ -55,12 +56,9 @@ def reasons(
     others = sorted((one for one in candidates if one.fits and one != chosen), key=lambda one: one.step)
     if others:
         runner = others[0]
-        ahead = (
-            "as fast, with more moving parts"
-            if runner.step <= chosen.step * EQUAL
-            else f"estimated {runner.step:.3g} s"
-        )
-        yield f"Runner-up: {runner.label}, {ahead}, {show_bytes(runner.device)}."
+        equal = runner.step <= chosen.step * EQUAL
+        behind = "as fast, with more moving parts" if equal else f"estimated {runner.step:.3g} s"
+        yield f"Runner-up: {runner.label}, {behind}, {show_bytes(runner.device)}."
     simpler = [one for one in candidates if not one.fits and one.moving_parts < chosen.moving_parts]
     if simpler:
         first = min(simpler, key=lambda one: one.moving_parts)
@@ -99,8 +97,7 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
         what, most, node = _lacking(question, least)
         has, needs = show_apart(most, node)
         return (
-            f"no plan fits {has} of {what} per node: the smallest whose "
-            f"device part fits ({least.label}) "
+            f"no plan fits {has} of {what} per node: the smallest whose device part fits ({least.label}) "
             f"needs {needs} for {question.ranks_per_node} ranks. {_advice(question, least)}"
         )
     least = min(candidates, key=lambda one: _size(question, one))
@@ -151,23 +148,16 @@ def _advice(question: Question, least: Candidate) -> str:
             break
     size = _size(question, least)
     if size > question.limit:
-        node = size * question.ranks_per_node
-        most = (
-            f'memory_limit_per_node="{_rounded_up(node)}"'
-            if question.by_node
-            else f'limit="{_rounded_up(size)}"'
-        )
-        ways.append(f"pass {most}")
+        name, most = "limit", size
+        if question.by_node:
+            name, most = "memory_limit_per_node", size * question.ranks_per_node
+        ways.append(f'pass {name}="{_rounded_up(most)}"')
     else:
         what, _, node = _lacking(question, least)
         ways.append(f'pass {"host_limit" if what == "host memory" else "disk_limit"}="{_rounded_up(node)}"')
-    share = least.kinds["activations"] / max(least.device, 1)
-    lead = (
-        "Sharding cannot shrink activations: "
-        if share > 0.5 and size > question.limit
-        else "What would fit: "
-    )
-    return f"{lead}{', or '.join(ways)}."
+    mostly = least.kinds["activations"] > 0.5 * least.device and size > question.limit
+    lead = "Sharding cannot shrink activations" if mostly else "What would fit"
+    return f"{lead}: {', or '.join(ways)}."
 
 
 def _narrows(question: Question) -> bool:
@@ -212,6 +202,6 @@ def halved(question: Question) -> Question:
 
 
 def _half(segment: Segment) -> Segment:
-    counts = ("saved", "forward", "backward", "flops", "back", "moved")
+    counts = ("saved", "forward", "backward", "flops", "back", "moved", "moved_back")
     halves = {name: getattr(segment, name) // 2 for name in counts}
     return replace(segment, **halves, levels=tuple(level // 2 for level in segment.levels))

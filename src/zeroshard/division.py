@@ -244,17 +244,17 @@ class Division(ABC):
                     splits = native and offload.master == "split" and bundle.compute == "bfloat16"
                     result.append(
                         Part(
-                            tuple(by_name[n] for n in names),
-                            numel,
-                            native,
-                            splits,
-                            bundle.compute,
-                            bundle.master,
-                            self.rules[number],
-                            bundle.unit,
-                            self.state_rest(bundle),
-                            native or (kernel and self.state_rest(bundle) == "disk"),
-                            self.rows_rest(bundle) == "disk",
+                            weights=tuple(by_name[n] for n in names),
+                            numel=numel,
+                            native=native,
+                            splits=splits,
+                            compute=bundle.compute,
+                            master=bundle.master,
+                            rule=self.rules[number],
+                            unit=bundle.unit,
+                            rest=self.state_rest(bundle),
+                            kernel=native or (kernel and self.state_rest(bundle) == "disk"),
+                            paged=self.rows_rest(bundle) == "disk",
                         )
                     )
         return result
@@ -297,14 +297,14 @@ class Division(ABC):
             members.sort(key=lambda member: -max(w.number for w in member[0]))
             result += [
                 Bucket(
-                    ws,
-                    tuple(self.slots[w.name].reduced for w in ws),
-                    wire,
-                    landed,
-                    self.align,
-                    part,
-                    flat and not isinstance(codec, Rows),
-                    codec,
+                    weights=ws,
+                    slots=tuple(self.slots[w.name].reduced for w in ws),
+                    wire=wire,
+                    landed=landed,
+                    align=self.align,
+                    part=part,
+                    flat=flat and not isinstance(codec, Rows),
+                    codec=codec,
                 )
                 for ws, part in members
             ]

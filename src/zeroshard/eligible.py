@@ -79,8 +79,7 @@ def check_kernels(offload: Offload, options: Options, optimizers: Sequence[Optim
         compute = precision.compute if precision is not None else "the model's own dtype"
         raise OptionError(
             'Offload(master="split") needs bf16 compute weights and an fp32 master; this run computes in '
-            f"{compute}. "
-            'Pass precision="bf16", or master="plain".'
+            f'{compute}. Pass precision="bf16", or master="plain".'
         )
 
 

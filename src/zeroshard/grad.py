@@ -7,10 +7,11 @@ What a bucket is made of: see `bucket`.
 not full when backward ends goes out then, with zeros. So no rank ever waits for a bucket that another rank
 will not send.
 
-[Note: the way back] At stage 0 every rank fetches the sums of the others when backward has ended. Over a
-`direct` transport a bucket's sum goes back as soon as it has landed instead: it travels beside backward, and
-the link has work while the last sums are waited for. A peer's sum may be received where this rank's part of
-it is sent from: it cannot come before the peer has all parts.
+[Note: the way back] At stage 0 every rank fetches the sums of the others: beside backward if the transport
+lets it, else when backward has ended. Over one that keeps one order the way back is queued behind the way
+there at once, so that all ranks do it in the same place. Over a `direct` one a sum goes back as soon as it
+has landed: the link has work while the last sums are waited for. A peer's sum may be received where this
+rank's part of it is sent from: it cannot come before the peer has all parts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Gradients:
         self.bucket_of = {p: b for b in buckets for p in b.params}
         self._next = 0
         self._flying: deque[tuple[Bucket, Work]] = deque()
-        self._returning: list[Work] = []  # see [Note: the way back]
+        self._there_and_back = stage == 0 and transport.keeps_order  # see [Note: the way back]
+        self._returning: list[Work] = []
         self._aside: dict[int, list[Tensor | None]] = {}
         for bucket in buckets:
             bucket.make_landing(stage, faces, ledger)
@@ -68,7 +70,10 @@ class Gradients:
         while any(b.wire is bucket.wire for b, _ in self._flying):
             self._land_oldest()  # the ring is full: this wire still carries an earlier bucket
         bucket.fill(hold=True)
-        self._flying.append((bucket, bucket.reduce()))
+        work = bucket.reduce()
+        if self._there_and_back and not bucket.rounds:
+            work = self._gather_back(bucket)
+        self._flying.append((bucket, work))
         self._next += 1
 
     def _keep_aside(self, bucket: Bucket) -> None:
@@ -97,7 +102,7 @@ class Gradients:
         work.wait()
         if bucket.rounds:
             return
-        if self.stage > 0:
+        if self.stage > 0 or self._there_and_back:
             self._show(bucket)
         elif self.transport.direct:
             self._lay_open(bucket)
@@ -112,7 +117,7 @@ class Gradients:
         while self._flying:
             self._land_oldest()
         self._go_on()
-        if self.stage == 0:
+        if self.stage == 0 and not self._there_and_back:
             self._gather_whole()
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -24,13 +25,18 @@ from .runtime import Runtime
 from .shard import Faces, Param, names_of
 from .state import show_state, take_state, widen_state
 from .step import Update
+from .widening import Widening, cast, has_forward
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _leave_in_place() -> None:
+    """Instead of `nn.RNNBase.flatten_parameters`."""
+
+
 def _uncompiled(function: F) -> F:
     """Hooks run outside of compiled graphs: they change what stands in the modules."""
-    return cast(F, torch.compiler.disable(function))
+    return typing.cast(F, torch.compiler.disable(function))
 
 
 class Hooks:
@@ -43,11 +49,18 @@ class Hooks:
         self.after_step: Callable[[], None] | None = None
 
     def install(self, recompute: list[str]) -> None:
+        widening = Widening(self.runtime.options.precision)
+        for module in widening.modules(self.model):
+            self._replace(module, "forward", widening.forward(module.forward))
         for unit in self.runtime.units:
             self._on_modules(unit)
             for param in unit.params:
                 if param.trainable:
                     self._on_leaf(unit, param)
+        for module in self.model.modules():
+            if isinstance(module, nn.RNNBase):
+                # On a GPU it would move the weights that stand in it into a buffer of its own.
+                self._replace(module, "flatten_parameters", _leave_in_place)
         self._on_root()
         for update in self.runtime.updates:
             self._on_optimizer(update)
@@ -103,10 +116,8 @@ class Hooks:
         their `forward`.
         """
         modules = {id(unit.module): unit.module}
-        contains = (
-            type(unit.module).forward is nn.Module.forward
-        )  # it has no forward: its layers are called from outside
-        if unit.sharded or contains or not unit.name:
+        # Without a forward its layers are called from outside.
+        if unit.sharded or not has_forward(unit.module) or not unit.name:
             modules |= {id(pl.module): pl.module for p in unit.params for pl in p.places}
         runtime = self.runtime
 
@@ -168,7 +179,7 @@ class Hooks:
                     runtime.transport.broadcast("buffers", [buffer.data for buffer in runtime.buffers])
             if compute is None:
                 return None
-            return _cast(args, compute), _cast(kwargs, compute)
+            return cast(args, compute), cast(kwargs, compute)
 
         @_uncompiled
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -424,14 +435,3 @@ def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
             )
         for item in inner:
             yield from _tensors(item, depth - 1)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in the arguments of the root, in the dtype that the model computes in."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value

@@ -72,58 +72,36 @@ _RATES = (
 )
 
 
-def _gpu(
-    name: str, gib: int, rates: tuple[float, float, float], links: tuple[float, float], source: str
-) -> Machine:
-    tera_half, tera_full, giga_memory = rates
-    pcie, link = links
+def _gpu(name: str, gib: int, rates: tuple[float, float, float, float, float], source: str) -> Machine:
+    half, full, memory, pcie, link = rates
     return Machine(
-        name,
-        gib * 2**30,
-        tera_half * 1e12,
-        tera_full * 1e12,
-        giga_memory * 1e9,
-        pcie * 1e9,
-        link * 1e9,
+        name=name,
+        memory=gib * 2**30,
+        half=half * 1e12,
+        full=full * 1e12,
+        memory_rate=memory * 1e9,
+        pcie=pcie * 1e9,
+        link=link * 1e9,
         source=source,
     )
 
 
-# name: GiB; 16-bit and fp32 TFLOP/s, memory GB/s; PCIe and device link GB/s in one direction
+_HALVED = "half of the figures with sparsity"
+# name, GiB; 16-bit and fp32 TFLOP/s, then GB/s: memory, and in one direction PCIe and device link
 _TABLE = (
-    _gpu("V100", 32, (125, 15.7, 900), (16, 150), "NVIDIA V100 data sheet (SXM2)"),
-    _gpu("T4", 15, (65, 8.1, 320), (16, 16), "NVIDIA T4 data sheet"),
-    _gpu("A100-40", 40, (312, 19.5, 1555), (32, 300), "NVIDIA A100 data sheet (SXM4)"),
-    _gpu("A100", 80, (312, 19.5, 2039), (32, 300), "NVIDIA A100 80GB data sheet (SXM4)"),
-    _gpu("A10", 22, (125, 31.2, 600), (32, 32), "NVIDIA A10 data sheet"),
-    _gpu("L4", 22, (121, 30.3, 300), (32, 32), "NVIDIA L4 data sheet (half of the figures with sparsity)"),
-    _gpu(
-        "L40S", 44, (362, 91.6, 864), (32, 32), "NVIDIA L40S data sheet (half of the figures with sparsity)"
-    ),
-    _gpu("RTX3090", 24, (71, 35.6, 936), (32, 32), "NVIDIA Ampere GA102 white paper (fp32 accumulation)"),
-    _gpu("RTX4090", 24, (165, 82.6, 1008), (32, 32), "NVIDIA Ada white paper (fp32 accumulation)"),
-    _gpu(
-        "H100",
-        80,
-        (989, 67, 3350),
-        (64, 450),
-        "NVIDIA H100 data sheet (SXM5, half of the figures with sparsity)",
-    ),
-    _gpu(
-        "H200",
-        140,
-        (989, 67, 4800),
-        (64, 450),
-        "NVIDIA H200 data sheet (SXM, half of the figures with sparsity)",
-    ),
-    _gpu(
-        "B200",
-        179,
-        (2250, 75, 7700),
-        (64, 900),
-        "NVIDIA DGX B200 data sheet, an eighth (half of the figures with sparsity)",
-    ),
-    _gpu("MI300X", 191, (1307, 163.4, 5300), (64, 448), "AMD Instinct MI300X data sheet"),
+    _gpu("V100", 32, (125, 15.7, 900, 16, 150), "NVIDIA V100 data sheet (SXM2)"),
+    _gpu("T4", 15, (65, 8.1, 320, 16, 16), "NVIDIA T4 data sheet"),
+    _gpu("A100-40", 40, (312, 19.5, 1555, 32, 300), "NVIDIA A100 data sheet (SXM4)"),
+    _gpu("A100", 80, (312, 19.5, 2039, 32, 300), "NVIDIA A100 80GB data sheet (SXM4)"),
+    _gpu("A10", 22, (125, 31.2, 600, 32, 32), "NVIDIA A10 data sheet"),
+    _gpu("L4", 22, (121, 30.3, 300, 32, 32), f"NVIDIA L4 data sheet ({_HALVED})"),
+    _gpu("L40S", 44, (362, 91.6, 864, 32, 32), f"NVIDIA L40S data sheet ({_HALVED})"),
+    _gpu("RTX3090", 24, (71, 35.6, 936, 32, 32), "NVIDIA Ampere GA102 white paper (fp32 accumulation)"),
+    _gpu("RTX4090", 24, (165, 82.6, 1008, 32, 32), "NVIDIA Ada white paper (fp32 accumulation)"),
+    _gpu("H100", 80, (989, 67, 3350, 64, 450), f"NVIDIA H100 data sheet (SXM5, {_HALVED})"),
+    _gpu("H200", 140, (989, 67, 4800, 64, 450), f"NVIDIA H200 data sheet (SXM, {_HALVED})"),
+    _gpu("B200", 179, (2250, 75, 7700, 64, 900), f"NVIDIA DGX B200 data sheet, an eighth ({_HALVED})"),
+    _gpu("MI300X", 191, (1307, 163.4, 5300, 64, 448), "AMD Instinct MI300X data sheet"),
 )
 GPUS = {machine.name: machine for machine in _TABLE}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from .errors import OptionError, did_you_mean
 from .fields import check_fields, path_text
@@ -55,19 +55,18 @@ class Offload:
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        tiers = get_args(Tier)
         known = {
-            "optimizer": ("device", "host", "disk", "auto"),
-            "parameters": ("device", "host", "disk", "auto"),
+            "optimizer": tiers,
+            "parameters": tiers,
             "master": ("plain", "split"),
             "moments": ("float32", "int8"),
         }
         for name, values in known.items():
             value = getattr(self, name)
             if value not in values:
-                raise OptionError(
-                    f"Offload.{name}={value!r} is not one of "
-                    f"{', '.join(values)}.{did_you_mean(str(value), values)}"
-                )
+                near = did_you_mean(str(value), values)
+                raise OptionError(f"Offload.{name}={value!r} is not one of {', '.join(values)}.{near}")
         self._check_device()
         self._check_tiers()
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))

@@ -162,9 +162,8 @@ class Part(Guarded):
     def __post_init__(self) -> None:
         self.done.set()
         self._ends = [at for at, _ in self.spans[1:]] + [self.numel]
-        self.gaps = [
-            (at + n, end) for (at, n), end in zip(self.spans, self._ends, strict=True) if at + n < end
-        ]  # padding
+        ends = zip(self.spans, self._ends, strict=True)
+        self.gaps = [(at + n, end) for (at, n), end in ends if at + n < end]  # padding
         self.steps = [0] * len(self.params)  # updates that each parameter has had
         self.strips = joined(self.targets, self.spans)
         self._shares: dict[tuple[int, int], AdamRows | SgdRows] = {}
@@ -406,9 +405,8 @@ class Part(Guarded):
         differ. Weights on the disk come with the state."""
         if self.paged:
             return self.numel * self.grad_dtype.itemsize
-        return self.numel * self.grad_dtype.itemsize + (
-            0 if self.in_place else self.numel * self.weight_dtype.itemsize
-        )
+        weight = 0 if self.in_place else self.weight_dtype.itemsize
+        return self.numel * (self.grad_dtype.itemsize + weight)
 
     @property
     def in_place(self) -> bool:

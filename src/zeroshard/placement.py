@@ -187,9 +187,7 @@ def arrange(
     'state: device 1 unit, 12 B; host 1 unit, 12 B; disk 1 unit, 12 B · parameters: device 3 units, 6 B'
     """
     taken: dict[Rest, int] = dict.fromkeys(RESTS, 0)
-    while (
-        True
-    ):  # what offloading itself takes is known when it is known who is offloaded: two or three rounds
+    while True:  # what offloading takes is known when it is known who is offloaded: two or three rounds
         places = _filled(demands, budget, wish, taken)
         needed = buffering.needed(places)
         if all(needed[rest] <= taken[rest] for rest in RESTS):

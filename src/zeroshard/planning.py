@@ -22,7 +22,7 @@ from .machine import Machine
 from .machine import machine as find_machine
 from .memory import Setup
 from .plan import Plan, options_of
-from .planner import Question, placing_of
+from .question import Question, placing_of
 from .shapes import Block
 from .sizes import parse_bytes
 from .timeline import Segment
@@ -378,7 +378,9 @@ def trace(
     chosen, names = set(recomputed), [u.name for u in question.units if u.name]
     try:
         return tuple(
-            Tracer(model, names, chosen.__contains__, compute, question.machine.gpu).run(inputs, loss)
+            Tracer(
+                model, names, chosen.__contains__, compute, question.machine.gpu, question.options.precision
+            ).run(inputs, loss)
         )
     except PlanError:
         raise

@@ -44,9 +44,11 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     exchange = _exchange(setup, machine, sent)
     gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
     alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
+    # Stage 0: sums go back to all ranks beside backward; as codes, when it is over. Between GPUs each can be
+    # updated as soon as it is back.
     whole = setup.reduces and setup.options.stage == 0
-    # Stage 0: gradients come back from those who added them up when backward is over; messages do at once.
-    if whole and setup.overlaps and (machine.gpu or setup.options.compress):
+    at_end = whole and not (machine.gpu and not setup.options.compress)
+    if whole and setup.overlaps and setup.options.compress:
         alone = exchange / 2
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
     beside = {"compute": compute, "exchange": exchange - alone}
@@ -68,8 +70,8 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
         if setup.parts and all(part.native for part in setup.parts):
             # Between its last update and the next gradient the host waits for the root.
             root = sum(_compute(setup, [s for s in segments if not s.unit], machine))
-            beside["host update"] = update + root + (computed[1] if whole else 0.0)
-            behind = update - (0.0 if whole else computed[1])
+            beside["host update"] = update + root + (computed[1] if at_end else 0.0)
+            behind = update - (0.0 if at_end else computed[1])
             beside["compute"] += _awaited(setup, update / away, width / machine.pcie, behind)
         else:
             last += update

@@ -135,10 +135,9 @@ def targets_of(
                 )
             continue
         _aim(targets, seat, entries.get(seat.param.name, {}), manifest, rank)
-    if strict and all(("model", p.name) in manifest.by_slot for p in runtime.params):
-        _pair_groups(targets, runtime, saved, strict=True)
-    else:
-        _pair_groups(targets, runtime, saved, strict=False)  # a checkpoint of another model: loading says so
+    # Of another model loading says so itself.
+    same_model = all(("model", p.name) in manifest.by_slot for p in runtime.params)
+    _pair_groups(targets, runtime, saved, strict and same_model)
     return targets
 
 
@@ -285,19 +284,14 @@ def _adopt_private(private: list[Shares], loaded: Loaded, world: int, rank: int)
         mine = shares.private
         if all((held.kind, held.name) in absent for held in shares.held):
             mine.reset()
-            told[
-                mine.key,
-                "begins at zero: "
-                + (f"it is not in {loaded.path}" if shares.held else "it is each rank's own"),
-            ] += 1
+            why = f"it is not in {loaded.path}" if shares.held else "it is each rank's own"
+            told[mine.key, f"begins at zero: {why}"] += 1
         elif len(shares.held) > 1:
             told[mine.key, f"is the mean of the {loaded.world} that were saved"] += 1
     if rank == 0:
         for (key, what), count in told.items():
-            log.warning(
-                "%s of %d tensors on each of %d ranks %s (%d ranks had saved)",
-                key, count, world, what, loaded.world,
-            )  # fmt: skip
+            where = f"{count} tensors on each of {world} ranks"
+            log.warning("%s of %s %s (%d ranks had saved)", key, where, what, loaded.world)
 
 
 def _adopt_own(runtime: Runtime, model: nn.Module, own: Mapping[str, Any], same_world: bool) -> None:

@@ -290,9 +290,13 @@ def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
     names = {id(p.home): p.name for p in runtime.params}
     optimizers = []
     for update in runtime.updates:
-        groups = [{"names": [names[id(p)] for p in group["params"] if id(p) in names],
-                   "options": {k: v for k, v in group.items() if k not in OWN_KEYS and not callable(v)}}
-                  for group in update.optimizer.param_groups]  # fmt: skip
+        groups = [
+            {
+                "names": [names[id(p)] for p in group["params"] if id(p) in names],
+                "options": {k: v for k, v in group.items() if k not in OWN_KEYS and not callable(v)},
+            }
+            for group in update.optimizer.param_groups
+        ]
         optimizers.append({"type": type(update.optimizer).__name__, "groups": groups})
     updates = runtime.host.updates if runtime.host is not None else None
     return {
@@ -313,8 +317,12 @@ def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
 
 def _plain_state(seats: Sequence[Seat]) -> dict[str, Any]:
     """State that is no tensor, by kind and name."""
-    return {f"{seat.prefix}{seat.param.name}": plain for seat in seats
-            if (plain := {k: v for k, v in seat.state.items() if not isinstance(v, Tensor)})}  # fmt: skip
+    found: dict[str, Any] = {}
+    for seat in seats:
+        plain = {key: value for key, value in seat.state.items() if not isinstance(value, Tensor)}
+        if plain:
+            found[f"{seat.prefix}{seat.param.name}"] = plain
+    return found
 
 
 def untimely(runtime: Runtime) -> str | None:

@@ -138,8 +138,8 @@ def give_back(
 
 
 def _describe(state: dict[str, Any], slot: Slot, rank: int) -> dict[str, list[Any]]:
-    """Key → what it is (rows, tensor, value), its shape and dtype: enough for a rank that has none of it
-    to take part."""
+    """Key → what it is (rows, tensor, value), its shape, dtype and kind of device: enough for a rank that has
+    none of it to take part."""
     result: dict[str, list[Any]] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -150,6 +150,7 @@ def _describe(state: dict[str, Any], slot: Slot, rank: int) -> dict[str, list[An
                 "rows" if rows else "tensor",
                 list(value.shape),
                 str(value.dtype).removeprefix("torch."),
+                value.device.type,
             ]
     return result
 
@@ -177,10 +178,12 @@ def _whole(
             )
             whole[key] = collect(local.to(param.local.device), param.slot).to(param.leaf.device)
         else:
+            # Where the source has it: a transport may send host and device memory by different ways.
+            device = torch.device("cpu") if facts[2] == "cpu" else transport.device
             tensor = (
-                mine.clone()
+                mine.to(device, copy=True)
                 if mine is not None and list(mine.shape) == facts[0]
-                else torch.empty(facts[0], dtype=dtype, device=param.local.device)
+                else torch.empty(facts[0], dtype=dtype, device=device)
             )
             transport.broadcast("state", [tensor], source)
             whole[key] = tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -51,27 +51,21 @@ class Stats:
         return {kind: count - self.between.get(kind, 0) for kind, count in self.sent.items()}
 
     def __sub__(self, before: Stats) -> Stats:
-        """What happened between two moments. Live and peak bytes are those of the later one."""
+        """What happened between two moments; what is no total, such as live bytes, is the later one's."""
 
         def less(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
             return {kind: value - then.get(kind, 0) for kind, value in now.items()}
 
-        return Stats(
-            self.steps - before.steps,
-            less(self.sent, before.sent),
-            less(self.received, before.received),
-            less(self.waited, before.waited),
-            self.live,
-            self.peak,
-            self.data_parallel,
-            self.norm,
-            less(self.updates, before.updates),
-            self.sync,
-            self.switches[len(before.switches) :],
-            self.planned,
-            less(self.between, before.between),
-            less(self.uncompressed, before.uncompressed),
-            self.error,
+        return replace(
+            self,
+            steps=self.steps - before.steps,
+            sent=less(self.sent, before.sent),
+            received=less(self.received, before.received),
+            waited=less(self.waited, before.waited),
+            updates=less(self.updates, before.updates),
+            switches=self.switches[len(before.switches) :],
+            between=less(self.between, before.between),
+            uncompressed=less(self.uncompressed, before.uncompressed),
         )
 
     def as_dict(self) -> dict[str, Any]:

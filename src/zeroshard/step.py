@@ -82,9 +82,8 @@ class Update:
         # By id(home): split masters, and those of them that are joined for the step under way.
         self._split: dict[int, SplitMaster] = {}
         self._joined: dict[int, SplitMaster] = {}
-        self._shown: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # id(home) -> its gradient and the proxy that has it
+        # By id(home): its gradient, and the proxy that has it.
+        self._shown: dict[int, tuple[Tensor, Tensor]] = {}
         # By group: its homes, their gradients and proxies when all were known.
         self._known: dict[int, tuple[list[Tensor], list[Tensor | None], list[Tensor]]] = {}
         self.meet(params)

@@ -234,14 +234,8 @@ def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Wei
     for unit in setup.units:
         for weight in unit.weights:
             if weight.trainable:
-                home = (
-                    first.get(unit.name, 0)
-                    if unit.name
-                    else roots[-1]
-                    if weight.number > middle
-                    else roots[0]
-                )
-                result[home].append(weight)
+                root = roots[-1] if weight.number > middle else roots[0]
+                result[first.get(unit.name, 0) if unit.name else root].append(weight)
     return result
 
 

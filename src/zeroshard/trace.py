@@ -31,10 +31,12 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from .config import Precision
 from .errors import PlanError
 from .fused import as_on_gpu
 from .meter import Meter
 from .timeline import Segment
+from .widening import Widening
 
 Loss = Callable[[Any], Tensor]
 
@@ -110,7 +112,7 @@ class _Stretch:
 
 class Tracer:
     """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
-    dtype of each weight; `gpu`: with the kernels of a GPU."""
+    dtype of each weight, as `precision` makes it; `gpu`: with the kernels of a GPU."""
 
     def __init__(
         self,
@@ -119,8 +121,11 @@ class Tracer:
         recompute: Callable[[str], bool],
         compute: dict[str, torch.dtype],
         gpu: bool = False,
+        precision: Precision | None = None,
     ) -> None:
         self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
+        self._inputs = getattr(torch, precision.compute) if precision is not None else None
+        self._widening = Widening(precision)
         self._kernels = as_on_gpu if gpu else nullcontext
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
         self._stretches: list[_Stretch] = []
@@ -172,12 +177,10 @@ class Tracer:
         return {f"model.{name}": made[first] for name, first in _places(self.model).items()}
 
     def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        wide = next((dtype for dtype in self.compute.values() if dtype.is_floating_point), None)
-
         def one(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            dtype = wide if wide is not None and value.is_floating_point() else value.dtype
+            dtype = self._inputs if self._inputs is not None and value.is_floating_point() else value.dtype
             fake = torch.zeros(value.shape, dtype=dtype, device="cpu")
             self._leave_out(fake)
             return fake
@@ -192,14 +195,21 @@ class Tracer:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Each unit's `forward` replaced by one that tells where forward is."""
+        """Each unit's `forward` replaced by one that tells where forward is. Kept modules compute as in a
+        run."""
+        kept = list(self._widening.modules(self.model))
+        before = [(module, vars(module).get("forward")) for module in {*self._modules.values(), *kept}]
+        for module in kept:
+            module.forward = self._widening.forward(module.forward)
         for name, module in self._modules.items():
             module.forward = partial(self._enter, name, module, module.forward)
         try:
             yield
         finally:
-            for module in self._modules.values():
-                module.__dict__.pop("forward", None)
+            for module, own in before:
+                del module.forward
+                if own is not None:
+                    module.forward = own
 
     def _enter(
         self, name: str, module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any

@@ -47,11 +47,8 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     query, key = given["query"], given["key"]
     keys = int(key.shape[-2])
     one = 2 * int(query.numel()) * (keys + min(keys, BESIDE))
-    return (
-        one
-        * (5 if "grad_out" in names or "grad_out_" in names else 2)
-        // (2 if given.get("is_causal") else 1)
-    )
+    backward = "grad_out" in names or "grad_out_" in names
+    return one * (5 if backward else 2) // (2 if given.get("is_causal") else 1)
 
 
 def _is_free(func: Any) -> bool:

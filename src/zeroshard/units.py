@@ -12,6 +12,7 @@ from typing import Literal
 from torch import nn
 
 from .errors import ModelError, OptionError, did_you_mean
+from .shapes import ROOT
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        return self.name or "(root)"
+        return self.name or ROOT
 
 
 def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none"]) -> list[Unit]:

@@ -43,9 +43,8 @@ REMOVING = re.compile(r"\.(.+)\.removing-[0-9a-f]{16}", re.DOTALL)
 # Seconds without a write after which a save by another host counts as dead: its lock may not be visible here.
 STALE = 120.0
 _GATE_WAIT = 10.0
-_ORPHANS = (
-    6.0  # seconds that forked children (data loader workers) of a dead process may go on holding its lock
-)
+# Seconds that forked children (data loader workers) of a dead process may go on holding its lock.
+_ORPHANS = 6.0
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL)
 
 
@@ -137,8 +136,7 @@ def check_target(target: Path) -> None:
     if other:
         raise CheckpointError(
             f"{target} exists and holds {some(other)}, which are no checkpoint's files; saving there would "
-            "remove them. "
-            f"Save to a new folder, for example {target / '1'}."
+            f"remove them. Save to a new folder, for example {target / '1'}."
         )
 
 
@@ -150,9 +148,9 @@ def settle(target: Path, held: bool) -> Path | None:
     manifest.
     """
     holder = holder_of(target)
-    fd = (
-        os.open(holder / OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW) if (holder / OWNER).exists() else -1
-    )
+    fd = -1
+    if (holder / OWNER).exists():
+        fd = os.open(holder / OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         owner = _owner(holder)
         if fd < 0 or "boot" not in owner:
@@ -163,8 +161,7 @@ def settle(target: Path, held: bool) -> Path | None:
         if living:
             raise CheckpointError(
                 f"process {owner.get('pid', '?')} on {owner.get('host', '?')} is saving to {target} now. "
-                "Two jobs must not "
-                f"save to one path; if that job is dead, remove {holder} and try again."
+                f"Two jobs must not save to one path; if that job is dead, remove {holder} and try again."
             )
         if not os.path.lexists(target) and (holder / REPLACED).is_dir():
             fresh = holder / str(owner.get("token", ""))

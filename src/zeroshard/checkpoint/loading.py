@@ -118,14 +118,10 @@ def _judge(
         )
     left = set(answers[0]["unused"]).intersection(*(answer["unused"] for answer in answers[1:]))
     unused = [(entry.kind, entry.name) for i, entry in enumerate(manifest.entries) if i in left]
-    refuse(
-        folder,
-        list(dict.fromkeys((kind, name) for answer in answers for kind, name in answer["missing"]))
-        if strict
-        else [],
-        [item for item in unused if not optional(item[0])] if strict else [],
-        list(dict.fromkeys(text for answer in answers for text in answer["mismatched"])),
-    )
+    missing = dict.fromkeys((kind, name) for answer in answers for kind, name in answer["missing"])
+    mismatched = dict.fromkeys(text for answer in answers for text in answer["mismatched"])
+    needless = [item for item in unused if not optional(item[0])]
+    refuse(folder, list(missing) if strict else [], needless if strict else [], list(mismatched))
     return tuple(item for item in unused if item[0].split(":")[0] not in ("value", "own"))
 
 

@@ -251,11 +251,8 @@ def _head(data: Any, where: str) -> Head:
     when = float(saved_at) if type(saved_at) is float else float(check.count(saved_at, "time"))
     check.that(0 <= when < _YEAR_9999, "has an odd time")
     check.that(isinstance(data.get("checksum"), str), "has no checksum")
-    return Head(
-        check.count(data.get("serial"), "serial"),
-        when,
-        None if step is None else check.count(step, "step"),
-    )
+    step = None if step is None else check.count(step, "step")
+    return Head(check.count(data.get("serial"), "serial"), when, step)
 
 
 @dataclass(frozen=True)

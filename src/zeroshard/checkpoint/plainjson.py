@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 
 from zeroshard.errors import CheckpointError
 
-MOST_CONTAINERS = (
-    4_000_000  # an empty object costs 64 bytes of memory for 3 of text: this is what bounds the memory
-)
+# An empty object costs 64 bytes of memory for 3 of text: this is what bounds the memory.
+MOST_CONTAINERS = 4_000_000
 
 
 def parse(raw: bytes, where: str) -> Any:

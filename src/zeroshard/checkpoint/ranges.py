@@ -64,9 +64,8 @@ def merge(descriptions: Sequence[Sequence[Any]]) -> list[Described]:
             if look[:3] != (kind, tuple(shape), dtype):
                 raise CheckpointError(
                     f"ranks disagree about {quoted(name)}: it is a {look[0]} of {look[1]} {look[2]} on rank "
-                    f"{look[3]} and a "
-                    f"{kind} of {tuple(shape)} {dtype} on rank {rank}. Every rank must build the same model "
-                    "and optimizer."
+                    f"{look[3]} and a {kind} of {tuple(shape)} {dtype} on rank {rank}. Every rank must build "
+                    "the same model and optimizer."
                 )
             holders.setdefault(key, []).append(Holder(rank, index, start, stop))
     tensors = []
@@ -107,8 +106,7 @@ def _shares(tensor: Described, width: int, load: list[int]) -> Iterator[tuple[Ho
         if not active:
             raise CheckpointError(
                 f"rows {start} to {stop} of {quoted(tensor.name)} ({tensor.kind}, {rows} rows) are held by "
-                "no rank, so "
-                "the checkpoint would have a hole. The ranks' row ranges must cover the tensor."
+                "no rank, so the checkpoint would have a hole. The ranks' row ranges must cover the tensor."
             )
         if len(active) == 1:
             yield active[0], start, stop

@@ -24,13 +24,7 @@ from zeroshard.checkpoint.blocks import Lanes
 from zeroshard.checkpoint.elements import as_bytes, height, row_bytes
 from zeroshard.checkpoint.manifest import NAME, Entry, Head, Manifest, RankFile, Span, encode
 from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.ranges import (
-    Described,
-    Task,
-    assign,
-    check_description,
-    merge,
-)
+from zeroshard.checkpoint.ranges import Described, Task, assign, check_description, merge
 from zeroshard.checkpoint.records import Held, Peers, Saved, Snapshot, slot
 from zeroshard.checkpoint.sheets import Sheet, chunks, sheets_of
 from zeroshard.checkpoint.staging import Image, Staging
@@ -212,8 +206,7 @@ class Job:
             if time.monotonic() > deadline or self.peers.rank == 0:
                 raise CheckpointError(
                     f"{staging}, which rank 0 made, is not there. All ranks must save to one shared folder, "
-                    "and "
-                    "nothing else may remove it."
+                    "and nothing else may remove it."
                 )
             time.sleep(0.05)
 
@@ -228,8 +221,8 @@ class Job:
             number, problem = next(iter(wrong.items()))
             raise CheckpointError(
                 f"{manifest.files[number].name}, just written by its rank, {problem} as rank 0 sees it in "
-                f"{ticket.staging}. "
-                "All ranks must save to one shared folder, and nothing else may write there."
+                f"{ticket.staging}. All ranks must save to one shared folder, and nothing else may write "
+                "there."
             )
         disk.write_file(ticket.staging / NAME, encode(manifest))
         ticket.commit()

@@ -8,6 +8,7 @@ stays small), and an allow-list for the pickled metadata of torch.distributed.ch
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -82,8 +83,7 @@ def open_source(path: Path) -> Iterator[list[Found]]:
         elif os.path.lexists(path / distcp.METADATA):
             yield [Found(*item) for item in distcp.tensors(path)]
         else:
-            found = [item for file in _files(path) for item in _file(file, stack)]
-            yield found
+            yield [item for file in _files(path) for item in _file(file, stack)]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -100,8 +100,7 @@ def _files(folder: Path) -> list[Path]:
             return [folder / name for name in found]
     raise CheckpointError(
         f"{folder} holds no weights in a known format: no safetensors file, no {' or '.join(_INDEXES)}, no "
-        "torch.save file "
-        f"and no {distcp.METADATA}. It holds {some(names, 5) or 'nothing'}."
+        f"torch.save file and no {distcp.METADATA}. It holds {some(names, 5) or 'nothing'}."
     )
 
 
@@ -165,8 +164,7 @@ def _torch_save(path: Path) -> list[Found]:
             if not mapped:
                 raise CheckpointError(
                     f"{path} cannot be read as weights ({_first_line(error)}). Only plain state dicts are "
-                    "read, never code: "
-                    "save model.state_dict() alone."
+                    "read, never code: save model.state_dict() alone."
                 ) from error
     found = list(_nested(data, ()))
     if not found:
@@ -214,12 +212,8 @@ def choose(source: Path, found: Sequence[Found], prefix: str | None) -> list[tup
         raise CheckpointError(
             f"{source} holds several things: {_groups(found)}. Say which are the weights with prefix."
         )
-    names = [name for name, _ in named]
-    if (
-        twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        if len(set(names)) < len(names)
-        else []
-    ):
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
         raise CheckpointError(f"{source} names {some(map(quoted, twice))} twice.")
     return named
 

@@ -99,7 +99,6 @@ class TensorFileWriter:
         if self._gather(data):
             return [crc32(piece) for _, piece in pieces]
         sums: list[int] = []
-
         lanes = self._lanes
         assert lanes is not None
 
@@ -175,8 +174,7 @@ def read_header_bytes(fd: int, path: Path) -> bytes:
     if length > total - 8 or length > HEADER_LIMIT:
         raise CheckpointError(
             f"{path} claims a header of {length} bytes; the file has {total} and headers may have "
-            f"{HEADER_LIMIT}. "
-            "It is damaged or not a safetensors file."
+            f"{HEADER_LIMIT}. It is damaged or not a safetensors file."
         )
     text = bytearray(length)
     read_into(fd, memoryview(text), 8, path)

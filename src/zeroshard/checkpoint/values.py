@@ -68,9 +68,8 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor | Held], copy:
         return _pack(plain, place, tensors, copy)
     raise CheckpointError(
         f"{_where(place)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        "cannot hold: it takes "
-        "numbers, strings, bytes, None, lists, tuples, dicts and tensors. Convert it, or store its "
-        "state_dict()."
+        "cannot hold: it takes numbers, strings, bytes, None, lists, tuples, dicts and tensors. Convert it, "
+        "or store its state_dict()."
     )
 
 

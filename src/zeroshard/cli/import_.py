@@ -4,7 +4,9 @@ SOURCE is a safetensors file, a Hugging Face folder (with an index or without), 
 wrote, or a folder of torch.distributed.checkpoint. Only tensors are read; code in a file is never run. Load
 the result with strict=False, since it has no optimizer state.
 
-examples: zeroshard import model.safetensors ckpt/0 zeroshard import consolidated.pt ckpt/0 --prefix model
+examples:
+  zeroshard import model.safetensors ckpt/0
+  zeroshard import consolidated.pt ckpt/0 --prefix model
 """
 
 from __future__ import annotations

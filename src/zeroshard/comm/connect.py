@@ -227,4 +227,6 @@ def _gpu(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(index).uuid}"
+    # NCCL refuses two ranks on one GPU unless they say that they are on different hosts.
+    host = os.environ.get("NCCL_HOSTID", socket.gethostname())
+    return f"{host} {torch.cuda.get_device_properties(index).uuid}"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from . import failure
 from .gloo import GlooTransport
+from .order import Order
 from .targets import Targets, totals_of
 from .transport import HEAD, Cuts, Land, Region, Spans, Transport, Work, parts_of, slices
 from .watch import LONG, Watch
@@ -62,6 +63,7 @@ class NcclTransport(Transport):
         self._stream = torch.cuda.Stream(device)
         self._stages: dict[torch.dtype, torch.Tensor] = {}
         self._open = _Open()
+        self._order = Order(store, self.rank, self.size)
         self._reads_host = False
         self._side.guard(self._open.overdue, partial(_give_up, self.rank))
         failure.listen(self)
@@ -97,7 +99,7 @@ class NcclTransport(Transport):
     def reduce(
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
-        with self._on_stream():
+        with self._next(kind, key):
             if wire.mine.dtype.itemsize == 2:
                 self._add_here(wire.mine, pieces, out, scale)
             else:
@@ -118,7 +120,7 @@ class NcclTransport(Transport):
             padded = slices(source, [each] * self.size)
             parts = [part[:count] for part, count in zip(padded, pieces, strict=True)]
             torch._foreach_copy_(parts, slices(wire, pieces))
-        _reduce_scatter(out if direct else mine, source, group=self._group)
+        _reduce_scatter(_real(out if direct else mine), _real(source), group=self._group)
         if direct:
             out.mul_(scale)
         else:
@@ -152,7 +154,7 @@ class NcclTransport(Transport):
         land: Land,
         varies: bool = False,
     ) -> Work:
-        with self._on_stream():
+        with self._next(kind, key):
             offered = parts_of(wire.mine, offers)
             sent, received = [n for _, n in offers], [n for _, n in takes]
             if varies:
@@ -180,7 +182,7 @@ class NcclTransport(Transport):
     ) -> Work:
         totals = totals_of(cuts, out)
         each = max(totals)
-        with self._on_stream():
+        with self._next(kind, key):
             if each:
                 mine, landing = self._stage(source.mine.dtype, each, each * self.size)
                 segments = cuts[self.rank]
@@ -193,7 +195,7 @@ class NcclTransport(Transport):
                     mine = parts[0]
                 elif segments:
                     torch._foreach_copy_(packed, parts)
-                _all_gather(landing, mine, group=self._group)
+                _all_gather(_real(landing), _real(mine), group=self._group)
                 self._copy_out(landing, each, cuts, out)
             self._count_gather(kind, totals, source.mine.element_size())
             return self._started(kind, key, source)
@@ -216,8 +218,9 @@ class NcclTransport(Transport):
             with torch.no_grad():
                 torch._foreach_copy_(targets, shaped)
 
-    def _on_stream(self) -> torch.cuda.StreamContext:
+    def _next(self, kind: str, key: str) -> torch.cuda.StreamContext:
         """Run what follows on the transport's stream, after what the caller has queued so far."""
+        self._order.add(f"{kind} [{key}]")
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
 
@@ -272,8 +275,14 @@ class NcclTransport(Transport):
 
     def close(self) -> None:
         failure.unlisten(self)
+        self._order.close()
         self._side.close()
         self._stages.clear()
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """As NCCL takes it, which knows no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class _OnDevice:

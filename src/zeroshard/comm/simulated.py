@@ -23,7 +23,7 @@ class SimulatedTransport(LocalTransport):
     """Every peer holds what this rank holds: means are its own values, gathered rows are its own repeated."""
 
     name = "simulated"
-    overlaps = staged = True
+    overlaps = staged = keeps_order = True
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__(device, rank, size)

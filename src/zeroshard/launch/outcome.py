@@ -100,11 +100,7 @@ def describe(ending: Ending, started: float) -> str:
     detail = ending.report.headline if ending.report else ending.last_line
     detail = f": {detail}" if detail else ""
     if ending.status >= 0:
-        return (
-            f"{name} exited with code {ending.status}{detail}"
-            if detail
-            else (f"{name} exited with code {ending.status} {after}")
-        )
+        return f"{name} exited with code {ending.status}{detail or f' {after}'}"
     hint = " (the kernel does this when memory runs out)" if -ending.status == signal.SIGKILL else ""
     return f"{name} was killed by {signal_name(-ending.status)} {after}{hint}{detail}"
 

@@ -55,11 +55,15 @@ def summary(function: Callable[..., Any], failed: Sequence[str], size: int) -> s
 
 
 class Ranks:
-    """`size` processes in one gloo group that run functions sent to them. One that fails takes the pool
-    along; the next call starts a new one. Warnings are errors there, unless `warn` names another action."""
+    """`size` processes in one group that run functions sent to them. One that fails takes the pool along; the
+    next call starts a new one. Warnings are errors there, unless `warn` names another action.
 
-    def __init__(self, size: int, warn: str = "error") -> None:
-        self.size, self.warn = size, warn
+    `backend`: ``"gloo"``, or ``"nccl"`` for GPUs beside it. Ranks then take the GPUs by turns and share them
+    where there are fewer, which NCCL allows between hosts: each rank says that it is one.
+    """
+
+    def __init__(self, size: int, warn: str = "error", backend: str = "gloo") -> None:
+        self.size, self.warn, self.backend = size, warn, backend
         self._processes: list[Any] = []
         self._orders: list[Connection] = []
         self._lifelines: list[Connection] = []
@@ -127,7 +131,7 @@ class Ranks:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             ear, lifeline = context.Pipe(duplex=False)
-            where = (rank, self.size, self._folder.name)
+            where = (rank, self.size, self._folder.name, self.backend)
             process = context.Process(target=_serve, args=(where, self.warn, theirs, ear), daemon=True)
             process.start()
             theirs.close()
@@ -150,27 +154,34 @@ class Ranks:
             self._folder = None
 
 
-_pools: dict[int, Ranks] = {}
+_pools: dict[tuple[int, str], Ranks] = {}
 
 
-def ranks(size: int) -> Ranks:
+def ranks(size: int, backend: str = "gloo") -> Ranks:
     """The pool of `size` ranks of this process, kept until it ends."""
-    if size not in _pools:
-        _pools[size] = Ranks(size)
-        atexit.register(_pools[size].stop)
-    return _pools[size]
+    key = size, backend
+    if key not in _pools:
+        _pools[key] = Ranks(size, backend=backend)
+        atexit.register(_pools[key].stop)
+    return _pools[key]
 
 
-def _serve(where: tuple[int, int, str], warn: str, orders: Connection, lifeline: Connection) -> None:
+def _serve(where: tuple[int, int, str, str], warn: str, orders: Connection, lifeline: Connection) -> None:
     """A rank's life: join the group, then run what is sent."""
-    rank, size, folder = where
+    rank, size, folder, backend = where
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     stacks = open(Path(folder, f"stacks-{rank}"), "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no name resolution, and no way out of this host
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    device = None
+    if backend == "nccl":
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
     warnings.simplefilter(warn)  # type: ignore[arg-type]
     gc.collect()
     gc.freeze()  # what is there now stays: the collection after each call looks at the rest only

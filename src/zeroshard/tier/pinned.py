@@ -30,9 +30,8 @@ def pinned(nbytes: int, device: torch.device) -> Tensor:
     code = int(cudart.cudaHostRegister(address, size, 0))
     if code != 0:
         raise TierError(
-            f"CUDA could not lock {size} bytes of host memory (error {code}): lower the memory lock limit's "
-            "use "
-            "(`ulimit -l`), or make bucket_bytes smaller."
+            f"CUDA could not lock {size} bytes of host memory (error {code}): raise the limit of locked "
+            "memory (`ulimit -l`), or pass smaller Offload(stages=..., stage_bytes=...)."
         )
     weakref.finalize(memory, cudart.cudaHostUnregister, address)
     return tensor[:nbytes]

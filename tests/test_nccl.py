@@ -1,0 +1,169 @@
+"""NCCL between several ranks. Where there are fewer GPUs than ranks they share them: see `Ranks`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hard_case import STAGES, Trained, Training, compare, plain, sharded, train
+from offload_case import Case as Offloaded
+from offload_case import furthest, offloaded, parts
+from offload_case import plain as plainly
+
+import zeroshard as zs
+from zeroshard.testing import assert_same_bits, ranks
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+MODULES = ("test_hard_params", "test_hard_modules", "test_hard_loops")
+# At stage 3 a unit that only some ranks use, or as often, cannot be gathered: NCCL needs all of them.
+APART = ("branch", "experts", "generated")
+HARD = [(module, name) for module in MODULES for name in importlib.import_module(module).CASES]
+
+
+def works(name: str, stage: int) -> bool:
+    if name == "bypassed units":  # as on the CPU
+        return stage in (0, 3)
+    return stage < 3 or name == "experts within units" or not any(word in name for word in APART)
+
+
+def quietly(*arguments: Any) -> Trained:
+    """cuDNN says that it copies the weights of an LSTM together."""
+    warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+    return sharded(*arguments)
+
+
+@cache
+def expected(module: str, name: str, world: int) -> Trained:
+    return plain(importlib.import_module(module).CASES[name], world, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "stage"),
+    [(*case, stage) for case in HARD for stage in STAGES if works(case[1], stage)],
+)
+def test_hard_models_train_as_in_one_process(module: str, name: str, stage: int) -> None:
+    trained = ranks(2, "nccl").run(quietly, module, name, stage, "nccl", "cuda")
+    compare(trained, expected(module, name, 2), importlib.import_module(module).CASES[name].tolerance)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_ranks(stage: int) -> None:
+    for name in ("stack clipped", "tied", "tiny"):
+        trained = ranks(4, "nccl").run(sharded, MODULES[0], name, stage, "nccl", "cuda")
+        compare(trained, expected(MODULES[0], name, 4), 1e-9)
+
+
+SHORT = Offloaded(steps=12, device="cuda")
+BY_STAGE: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16"},
+    {"precision": zs.Precision("bfloat16", reduce="float32")},
+    {"offload": parts()},
+    {"offload": parts(), "precision": "bf16"},
+]
+
+
+@cache
+def over(transport: str, stage: int, index: int, accumulate: int = 1) -> Any:
+    case = replace(SHORT, accumulate=accumulate)
+    options = {"stage": stage, "transport": transport} | BY_STAGE[index]
+    first, second = ranks(2, "nccl").run(offloaded, case, options)
+    assert_same_bits(second.weights, first.weights)
+    return first
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("index", range(len(BY_STAGE)), ids=lambda i: str(BY_STAGE[i]))
+def test_the_bits_are_those_of_gloo(index: int, stage: int) -> None:
+    """Two numbers have one sum. So what is known of gloo holds for NCCL."""
+    assert_same_bits(over("nccl", stage, index).weights, over("gloo", stage, index).weights)
+    assert over("nccl", stage, index).losses == over("gloo", stage, index).losses
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_and_clipping_as_in_one_process(stage: int) -> None:
+    for index in (0, 3):
+        distance, name = furthest(
+            over("nccl", stage, index, 3).weights, plainly(replace(SHORT, accumulate=3), 2).weights
+        )
+        assert distance <= 1e-5, name
+
+
+@pytest.mark.parametrize("index", range(len(BY_STAGE)), ids=lambda i: str(BY_STAGE[i]))
+def test_stages_agree(index: int) -> None:
+    """To the bit where the norm is a sum in one order: at stage 0 the host's is not that of rows."""
+    for stage in (1, 2, 3):
+        if "offload" in BY_STAGE[index]:
+            distance, name = furthest(over("nccl", stage, index).weights, over("nccl", 0, index).weights)
+            assert distance <= 1e-6, name
+        else:
+            assert_same_bits(over("nccl", stage, index).weights, over("nccl", 0, index).weights)
+
+
+def test_ranks_that_use_different_units_of_one_size_are_found_out() -> None:
+    """NCCL would give each of them rows of both, without a word."""
+    began = time.monotonic()
+    outcomes = ranks(2, "nccl").attempt(train_apart)
+    assert time.monotonic() - began < 30
+    said = r"rank \d started gather \[branches.\d/0\] where rank \d started gather \[branches.\d/0\]"
+    assert any(re.search(said, outcome.message) for outcome in outcomes), outcomes
+
+
+def train_apart() -> None:
+    case = replace(importlib.import_module(MODULES[0]).CASES["branch by rank"], steps=100_000)
+    train(Training(case, [dist.get_rank()], {"stage": 3}, "cuda"))
+
+
+# What goes astray on rank 1; what the run says of it; the seconds that the others may take to notice.
+ASTRAY = {
+    "raise in forward": ("rank 1 exited with code 1: ValueError: the data were bad", 15),
+    "raise in backward": ("rank 1 exited with code 1: ValueError: the gradient was bad", 15),
+    "raise between steps": ("rank 1 exited with code 1: ValueError: the disk was full", 15),
+    "killed in backward": ("rank 1 was killed by SIGKILL", 15),
+    "exit between steps": ("rank 1 exited with code 3", 15),
+    "ends early": (r"RankError: rank 1 .*(while|when) rank 0 ", 15),
+    "skips a backward": ("RankError: .*rank 0 .*rank 1", 30),
+    "gathered alone": ("RankError: .*rank 0 .*rank 1", 30),
+    "another stage": ("ranks disagree about the options: stage is 3 on rank 0 and 1 on rank 1", 15),
+    "raise before shard": ("rank 1 exited with code 1: ValueError: no such file", 15),
+}
+
+
+@pytest.mark.parametrize("scenario", ASTRAY)
+def test_a_rank_that_goes_astray_ends_the_run(scenario: str) -> None:
+    script = Path(__file__).with_name("failing.py")
+    words = ["run", "--ranks", "2", "--timeout", "90", str(script), scenario, "nccl", "3"]
+    made = subprocess.run(
+        [sys.executable, "-m", "zeroshard", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    ended, text = time.time(), made.stdout + made.stderr
+    said, seconds = ASTRAY[scenario]
+    assert made.returncode != 0, text
+    assert re.search(said, text), text
+    began = [float(moment) for moment in re.findall(r"astray ([\d.]+)", text)]
+    assert ended - min(began, default=ended) < seconds, text
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    script = Path(__file__).with_name("failing.py")
+    words = ["run", "--ranks", "2", "--timeout", "90", str(script), "slow", "nccl", "3"]
+    made = subprocess.run(
+        [sys.executable, "-m", "zeroshard", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
