@@ -36,6 +36,7 @@ from .errors import PlanError
 from .fused import as_on_gpu
 from .meter import Meter
 from .timeline import Segment
+from .units import standing
 from .widening import Widening
 
 Loss = Callable[[Any], Tensor]
@@ -174,7 +175,7 @@ class Tracer:
             made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         for fake in made.values():
             self._leave_out(fake)
-        return {f"model.{name}": made[first] for name, first in _places(self.model).items()}
+        return {f"model.{name}": made[first] for name, first in standing(self.model).items()}
 
     def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def one(value: Any) -> Any:
@@ -382,21 +383,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def _places(model: nn.Module) -> dict[str, str]:
-    """A name of every place where a tensor stands, and the first name of that tensor.
-
-    [Note: once a place] A module used twice has two names for one place. `functional_call` would put a fake
-    there twice, and leave what it found the second time, the fake. So it gets each place of a tensor once."""
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                full = f"{path}.{name}" if path else name
-                found[full] = first.setdefault(id(tensor), full)
-    return found
 
 
 class _Step(nn.Module):
