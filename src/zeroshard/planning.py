@@ -26,7 +26,7 @@ from .question import Question, placing_of
 from .shapes import Block
 from .sizes import parse_bytes
 from .timeline import Segment
-from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_second_names
+from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_rows, refuse_second_names
 from .units import matching
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ def inquiry_for(
     """The question for what is wanted (`AskKeys`). `given`: names of the options that the user gave."""
     from .trace import Inputs  # fake tensors take a second to import, which `import zeroshard` should not
 
+    refuse_rows(optimizers or (), options)
     refuse_second_names(model, options)
     refuse_precision(model, options.precision)
     units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)

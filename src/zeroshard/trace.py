@@ -36,6 +36,7 @@ from .errors import PlanError
 from .fused import as_on_gpu
 from .meter import Meter
 from .timeline import Segment
+from .units import standing
 from .widening import Widening
 
 Loss = Callable[[Any], Tensor]
@@ -142,7 +143,8 @@ class Tracer:
             args, kwargs = self._fake(inputs)
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             with self._watched(), self._meter, hooks, self._kernels():
-                functional_call(_Step(self.model, partial(self._step, inputs, loss)), weights, args, kwargs)
+                step = _Step(self.model, partial(self._step, inputs, loss))
+                functional_call(step, weights, args, kwargs, tie_weights=False)
         ends = (self._stretches[0], self._stretches[-1])
         return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
 
@@ -159,19 +161,19 @@ class Tracer:
     # ------------------------------------------------------------------ fakes
 
     def _weights(self) -> dict[str, Tensor]:
-        """Parameters in compute dtype and buffers as they are. They are not counted: the memory model has
-        them."""
+        """Parameters in compute dtype and buffers as they are, once for every place where they stand (see
+        [Note: once a place]). They are not counted: the memory model has them."""
         made: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
-            made[f"model.{name}"] = fake.requires_grad_(parameter.requires_grad)
+            made[name] = fake.requires_grad_(parameter.requires_grad)
             owner = max((u for u in self.names if name.startswith(f"{u}.")), key=len, default="")
             self._waiting.setdefault(owner, {})[name] = fake
-            self._leave_out(fake)
         for name, buffer in self.model.named_buffers():
-            fake = made[f"model.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for fake in made.values():
             self._leave_out(fake)
-        return made
+        return {f"model.{name}": made[first] for name, first in standing(self.model).items()}
 
     def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def one(value: Any) -> Any:
