@@ -5,8 +5,9 @@ python benchmarks/combinations.py --device cuda    # ranks share the GPUs, over 
 
 Each seed is a combination. As drawn, it may be one that ZeroShard refuses, which must be by an error of its
 own with the same text on every rank. Then the nearest one that the documentation allows trains for seven
-steps, every fourth beside another run in the same processes, and its losses, evaluations and weights are
-compared with a loop in plain PyTorch that knows nothing of ZeroShard. A seed that fails is shown with the
+steps, every fourth beside another run in the same processes, half of the others until a new job with
+another number of ranks and another configuration goes on from a checkpoint. Losses, evaluations and weights
+are compared with a loop in plain PyTorch that knows nothing of ZeroShard. A seed that fails is shown with the
 line that repeats it, and makes the exit status 1.
 """
 
@@ -22,7 +23,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ if "--device" in sys.argv[:-1]:  # before anything of it is imported, here and b
 import combinations_rank
 import kept
 import torch
-from combinations_case import CODED, Case, allowed, draw
+from combinations_case import CODED, Case, Leg, allowed, draw, legs_of
 from combinations_model import DEVICE
 from combinations_plain import Plain, Trained
 
@@ -61,6 +62,10 @@ class Tally:
                 self.features[one.name, str(getattr(case, one.name))] += 1
         for event in {name for names in case.events.values() for name in names}:
             self.features["event drawn", event] += 1
+
+    def compare(self, leg: Leg, apart: float) -> None:
+        if leg.case.wide and leg.case.offload not in CODED and leg.case.optimizer != "muon":
+            self.apart = max(self.apart, apart)
 
 
 @dataclass(frozen=True)
@@ -168,18 +173,27 @@ def try_seed(seed: int, tally: Tally) -> list[str]:
     if seed % 4 == 3:
         others = (allowed(draw(seed + BESIDE + 1000 * n)) for n in range(1000))
         cases.append(next(other for other in others if other.world == drawn.world))
-    with tempfile.TemporaryDirectory() as shared:
-        answers = on_ranks(drawn.world, combinations_rank.train, cases, Path(shared))
+        cases = [replace(case, moves=None) for case in cases]
+    trainings = [legs_of(case) for case in cases]
     wrong = []
-    for number, case in enumerate(cases):
-        outs, want = [answer[number] for answer in answers], Plain(case).train()
-        found = [f"seed {case.seed}: {fault}" for fault in faults(case, outs, want)]
+    with tempfile.TemporaryDirectory() as shared:
+        answers = [
+            on_ranks(legs[0].case.world, combinations_rank.train, list(legs), Path(shared))
+            for legs in zip(*trainings, strict=True)
+        ]
+    for number, legs in enumerate(trainings):
+        found = []
+        for leg, of_ranks, want in zip(legs, answers, Plain(legs).train(), strict=True):
+            outs = [answer[number] for answer in of_ranks]
+            found += [
+                f"seed {leg.case.seed}, {leg.first} to {leg.end}: {f}" for f in faults(leg.case, outs, want)
+            ]
+            tally.compare(leg, distance(outs, want))
         wrong += found
         if not found:
             tally.outcomes["equal"] += 1
-            tally.count(case)
-        if case.wide and case.offload not in CODED and case.optimizer != "muon":
-            tally.apart = max(tally.apart, distance(outs, want))
+            for leg in legs:
+                tally.count(leg.case)
     return wrong
 
 

@@ -1,13 +1,16 @@
-"""A combination of features as data: drawn from a seed, then brought to what the documentation allows."""
+"""A combination of features as data: drawn from a seed, then brought to what the documentation allows.
+
+What a seed means stays as it is: new features are drawn last."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 STEPS = 7
+MOVED = 10_000_000  # added to a seed for the job that goes on
 WORLDS = (1, 1, 2, 2, 2, 3, 4)
 # What happens before a step. "skip step" is a step never taken, "skip block" a block that sits one out.
 EVENTS = (
@@ -20,6 +23,7 @@ NATIVE = (*ADAMS, "amsgrad", "sgd", "momentum", "nesterov")
 BY_TENSOR = ("adafactor", "muon")
 ELEMENTWISE = ("rmsprop", "nadam", "adagrad", "adamax", "radam", "rprop", "asgd", "adadelta")
 CODED = ("int8 moments", "split, int8 moments")
+PLANNED = "planned"  # with stage, buckets and recomputation, from a limit of memory
 SPLIT = ("split", "split, int8 moments", "split, disk")
 # Limits of `clip_norm=`, which let updates run during backward; "plain" and "value" are torch's own calls.
 CLIPS = {"norm": 1.0, "tight": 0.1, "never": float("inf"), "huge": 1e6}
@@ -62,6 +66,11 @@ class Case:
     closure: bool
     schedule: str
     events: Mapping[int, tuple[str, ...]]
+    start: str  # on the "meta" device, filled by `init=`, or with "values"
+    limit: (
+        float | None
+    )  # of memory, from which a plan is made: bytes a parameter, or as much more as it takes
+    moves: int | None  # before this step a new job goes on, with another number of ranks
 
     def has(self, event: str, step: int) -> bool:
         return event in self.events.get(step, ())
@@ -124,6 +133,9 @@ def draw(seed: int) -> Case:
         closure=often(0.15),
         schedule=pick(["none", "none", "before", "after", "one cycle"]),
         events={s: tuple(pick(EVENTS) for _ in range(pick([0, 1, 1, 2]))) for s in range(1, STEPS)},
+        start=pick(["values", "values", "meta"]),
+        limit=pick([None, None, None, None, 4.0, 8.0, 16.0]),
+        moves=pick([None, None, 2, 4]),
     )
 
 
@@ -137,7 +149,9 @@ def allowed(case: Case) -> Case:
         case = replace(
             case, clip={"norm": "plain", "tight": "plain", "never": "none"}.get(case.clip, case.clip)
         )
-    case = replace(case, offload=offload_for(case))
+    case = replace(case, offload=offload_for(case) if case.limit is None else PLANNED)
+    if case.offload == PLANNED:
+        case = replace(case, split="auto", recompute=False, late_group=False)
     if case.offload in ("parameters on host", "auto with parameters") and case.world > 1:
         case = replace(case, stage=3)
     if case.offload == "no undo" and case.clip != "never":
@@ -187,5 +201,43 @@ def loop_for(case: Case) -> Case:
         barred.add("load")
     if late or (case.dtype == "float64" and case.overlapped and away):
         changes["zero_at"] = "end"
+    if late:
+        changes["moves"] = None  # the new job's optimizer would have other groups
+    if case.moves is not None:
+        barred.add("close")
     changes["events"] = {s: tuple(e for e in names if e not in barred) for s, names in case.events.items()}
     return replace(case, **changes)
+
+
+# What may differ in the job that goes on; all else is the model and its training.
+MOVABLE = (
+    *("world", "stage", "offload", "recompute", "prefetch", "bucket", "units", "split", "transport"),
+    *("stage_bytes", "stages", "zero", "zero_at", "no_sync", "closure", "start", "limit"),
+)
+
+
+def moved(case: Case) -> Case:
+    """The same training with another number of ranks and another configuration."""
+    kept = [one.name for one in fields(case) if one.name not in (*MOVABLE, "events")]
+    for number in range(10_000):
+        drawn = draw(case.seed + MOVED + number)
+        other = allowed(replace(case, **{name: getattr(drawn, name) for name in MOVABLE}))
+        same = all(getattr(other, name) == getattr(case, name) for name in kept)
+        if same and other.world != case.world and (other.offload in CODED) == (case.offload in CODED):
+            return other
+    raise AssertionError(f"nowhere to move {case}")
+
+
+@dataclass(frozen=True)
+class Leg:
+    """The part of a training that one job does, from step `first` to before `end`."""
+
+    case: Case
+    first: int = 0
+    end: int = STEPS
+
+
+def legs_of(case: Case) -> list[Leg]:
+    if case.moves is None:
+        return [Leg(case)]
+    return [Leg(case, 0, case.moves), Leg(moved(case), case.moves)]

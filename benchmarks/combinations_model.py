@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from combinations_case import CLIPS, Case
+from combinations_case import CLIPS, PLANNED, Case
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
@@ -101,6 +102,25 @@ def model_of(case: Case) -> Net:
         for parameter in model.parameters():
             parameter.data = parameter.data.double()
     return model.to(DEVICE)
+
+
+def empty_of(case: Case) -> tuple[Net, Callable[[nn.Module], None]]:
+    """The same on the meta device, and what fills a module of it."""
+    full = model_of(case)
+    with torch.device("meta"):
+        model = Net(case)
+    for parameter, filled in zip(model.parameters(), full.parameters(), strict=True):
+        parameter.data = parameter.data.to(filled.dtype)
+    twins = {id(module): twin for module, twin in zip(model.modules(), full.modules(), strict=True)}
+
+    def fill(module: nn.Module) -> None:
+        twin = twins[id(module)]
+        for own, values in ((module._parameters, twin._parameters), (module._buffers, twin._buffers)):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    tensor.copy_(values[name])
+
+    return model, fill
 
 
 def batch(case: Case, step: int, rank: int, micro: int) -> Tensor:
@@ -213,6 +233,9 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
         "transport": case.transport if case.world > 1 and DEVICE == "cpu" else "auto",
         "precision": precisions.get(case.precision, case.precision),
     }
+    if case.offload == PLANNED:  # the rest is the plan's to say
+        given = ("units", "clip_norm", "transport", "precision")
+        return {name: options[name] for name in given if options[name] is not None}
     if case.bucket:
         options["bucket_bytes"] = case.bucket
     if case.split != "auto" and case.world > 1 and case.stage:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from combinations_case import CLIPS, STEPS, Case
+from combinations_case import CLIPS, Case, Leg
 from combinations_model import (
     Net,
     batch,
@@ -70,17 +70,17 @@ def in_its_own_dtype(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Plain:
     """The training of a case in one process, all ranks' batches one after another."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.model = case, model_of(case)
+    def __init__(self, legs: list[Leg]) -> None:
+        case = legs[0].case
+        self.legs, self.case, self.model = legs, case, model_of(case)
         self.optimizers = optimizers_of(case, self.model)
         self.schedules = schedules_of(case, self.optimizers)
-        self.found = Trained(first=weights_of(self.model))
+        self.first = weights_of(self.model)
         narrow = {"none": None, "fp16": torch.float16}.get(case.precision, torch.bfloat16)
         self.computed: torch.dtype | None = narrow
         sums = {"bf16, fp32 sums": torch.float32, "fp16": torch.float32}
         self.landed = sums.get(case.precision, narrow)
         self.scale = SCALE if case.precision == "fp16" else 1.0
-        self.graded: set[str] = set()
 
     def kept(self, name: str) -> bool:
         """Whether a parameter is computed with as it is."""
@@ -98,9 +98,14 @@ class Plain:
                 module.forward = partial(in_its_own_dtype, module.forward)
         return model
 
-    def train(self) -> Trained:
+    def train(self) -> list[Trained]:
+        """What each leg came to. What is not in a checkpoint ends with a leg: gradients of zeros."""
+        return [self.train_on(leg) for leg in self.legs]
+
+    def train_on(self, leg: Leg) -> Trained:
         saved, closed = None, False
-        for step in range(STEPS):
+        self.case, self.found, self.graded = leg.case, Trained(first=self.first), set()
+        for step in range(leg.first, leg.end):
             for event in self.case.events.get(step, ()):
                 closed = closed or (event == "close" and may_close(self.case, step))
                 if event == "write gathered":

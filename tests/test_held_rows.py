@@ -14,7 +14,7 @@ import zeroshard as zs
 from zeroshard import timeline
 from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.bucket import held
-from zeroshard.bucket.held import HeldRows, parts_of
+from zeroshard.bucket.held import HeldRows, shares_of
 from zeroshard.comm import Span, sum_spans
 from zeroshard.comm.sums import sum_pieces
 from zeroshard.config import Options
@@ -84,7 +84,7 @@ def test_parts_cover_every_element_once(flat: bool, split: str) -> None:
     slots = tuple(slots_for([("a", (7, 3)), ("b", (64,)), ("c", (1, 5))], 3, split))  # type: ignore[arg-type]
     pack = (FlatPack if flat else Pack)(slots, 3, flags=True)
     for index, slot in enumerate(slots):
-        parts = [part for rank in range(3) for part in parts_of(pack, rank) if part.slot == index]
+        parts = [part for rank in range(3) for part in shares_of(pack, rank) if part.slot == index]
         seen = sorted(n for part in parts for n in range(part.first, part.first + part.numel))
         assert seen == list(range(slot.numel))
 

@@ -82,6 +82,10 @@ def test_optimizers_that_cannot_be_sharded() -> None:
     model = Net()
     with pytest.raises(zs.ModelError, match=r"LBFGS needs inner products over all parameters"):
         zs.shard(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(
+        zs.OptionError, match=r'split="rows" gives Adafactor rows of a matrix, and it looks at'
+    ):
+        zs.shard(model, torch.optim.Adafactor(model.parameters()), split="rows")
     with pytest.raises(zs.ModelError, match=r"SparseAdam needs sparse gradients, .* use AdamW"):
         zs.shard(model, torch.optim.SparseAdam(model.parameters()))
 

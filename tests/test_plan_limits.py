@@ -52,6 +52,18 @@ def test_a_limit_a_byte_too_small_is_told_from_what_is_needed() -> None:
         zs.plan(model, ranks=1, limit=least - 2**20, offload=None)
 
 
+def test_planning_leaves_a_module_that_is_used_twice_as_it_was() -> None:
+    """`functional_call` leaves fake tensors in such a one."""
+    twice, tied = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.Sequential(twice, nn.Tanh(), twice, nn.BatchNorm1d(8), tied, nn.Linear(8, 8))
+    model[5].weight = tied.weight
+    before, buffers = list(model.parameters()), list(model.buffers())
+    one = zs.plan(model, ranks=1, limit="1GiB", batch=torch.zeros(4, 8), loss=lambda out: out.mean())
+    assert one.chosen.kinds["activations"] > 0
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert all(now is then for now, then in zip(model.buffers(), buffers, strict=True))
+
+
 def test_pieces_of_large_segments_are_seen() -> None:
     mib = 1 << 20
     whole = {"total_size": 64 * mib, "blocks": [{"size": 64 * mib}]}

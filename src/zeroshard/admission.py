@@ -12,7 +12,7 @@ from .config import Options
 from .errors import ModelError, OptionError
 from .hooks import is_sharded
 from .step import unstepped
-from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_second_names
+from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_rows, refuse_second_names
 
 
 def refuse_misuse(
@@ -41,6 +41,7 @@ def refuse_misuse(
                 "checkpoint."
             )
     _refuse_two_owners(model, optimizers, options)
+    refuse_rows(optimizers, options)
     refuse_second_names(model, options)
     refuse_precision(model, options.precision)
     if init is not None and not callable(init):

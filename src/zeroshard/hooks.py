@@ -292,8 +292,8 @@ class Hooks:
         def refuse(fn: Any, recurse: bool = True) -> Any:
             raise StateError(
                 "model.to(), .cuda(), .cpu(), .half() and the like have no effect after zs.shard(): the "
-                "parameters are rows of "
-                "shared buffers. Move or cast the model before shard(), or pass shard(..., precision=...)."
+                "parameters are rows of shared buffers. Move or cast the model before shard(), or pass "
+                "shard(..., precision=...)."
             )
 
         own_zero = model.zero_grad
@@ -363,16 +363,12 @@ def _rows_for_loading(
     runtime.before_change()
     runtime.transport.fence()
     for param in runtime.params:
-        for name in (prefix + param.name,):
-            value = state.get(name)
-            if not isinstance(value, Tensor):
-                continue
-            if tuple(value.shape) != param.slot.shape:
-                raise ModelError(
-                    f"load_state_dict: `{param.name}` is {tuple(value.shape)} in the given state and "
-                    f"{param.slot.shape} in the "
-                    "model. Nothing was loaded."
-                )
+        value = state.get(prefix + param.name)
+        if isinstance(value, Tensor) and tuple(value.shape) != param.slot.shape:
+            raise ModelError(
+                f"load_state_dict: `{param.name}` is {tuple(value.shape)} in the given state and "
+                f"{param.slot.shape} in the model. Nothing was loaded."
+            )
     faces, names = runtime.faces, names_of(module, runtime.params)
     _load_split(runtime, names, state, prefix)
     if faces.mesh is None:
@@ -427,11 +423,9 @@ def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
             inner = value
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             inner = [getattr(value, f.name) for f in dataclasses.fields(value)]
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            inner = vars(value).values()
         else:
-            inner = (
-                vars(value).values()
-                if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module))
-                else ()
-            )
+            inner = ()
         for item in inner:
             yield from _tensors(item, depth - 1)

@@ -84,13 +84,8 @@ class Host:
         self, options: Options, optimizers: Sequence[Optimizer], rank: int, copies: Copies, ledger: Ledger
     ) -> None:
         assert options.offload is not None
-        self.options, self.offload, self.rank, self.copies, self.ledger = (
-            options,
-            options.offload,
-            rank,
-            copies,
-            ledger,
-        )
+        self.options, self.offload, self.rank = options, options.offload, rank
+        self.copies, self.ledger = copies, ledger
         # A parameter that was not used is left out of its part's update, so it must not share a block of
         # 8-bit moments.
         self.align = BLOCK if options.offload.moments == "int8" else ALIGN
@@ -267,18 +262,18 @@ class Host:
                 continue
             counts = [counted or p.slot.split != "copy" for p in members]
             part = Part(
-                f"`{plot.names[0]}` … `{plot.names[-1]}`",
-                members,
-                plot.spans,
-                plot.numel,
-                plot.group,
-                plot.form,
-                plot.state,
-                plot.targets,
-                dtype,
-                counts,
-                plot.disk,
-                landing,
+                label=f"`{plot.names[0]}` … `{plot.names[-1]}`",
+                params=members,
+                spans=plot.spans,
+                numel=plot.numel,
+                group=plot.group,
+                form=plot.form,
+                state=plot.state,
+                targets=plot.targets,
+                grad_dtype=dtype,
+                counted=counts,
+                disk=plot.disk,
+                landing=landing,
             )
             self._show_state(plot, part)
             self.parts.append(part)

@@ -26,7 +26,7 @@ from .question import Question, placing_of
 from .shapes import Block
 from .sizes import parse_bytes
 from .timeline import Segment
-from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_second_names
+from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_rows, refuse_second_names
 from .units import matching
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def inquire(
     optimizers = _listed(optimizer)
     refuse_model(model, "plan()")
     refuse_optimizers(model, optimizers or (), "plan()")
-    place = Place(_ranks(ranks, wanted), machine_of(wanted.get("machine", "H100")))
-    return inquiry_for(model, optimizers, wanted, _options(given), given, place)
+    site = Site(_ranks(ranks, wanted), machine_of(wanted.get("machine", "H100")))
+    return inquiry_for(model, optimizers, wanted, _options(given), given, site)
 
 
 def machine_of(given: str | Machine) -> Machine:
@@ -142,7 +142,7 @@ def check_asked(wanted: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where a model is to run. `overlaps`, `staged`: as the transport's; `one_memory`: device and host tier
     are the same memory, as on the CPU."""
 
@@ -180,11 +180,12 @@ def inquiry_for(
     wanted: dict[str, Any],
     options: Options,
     given: Collection[str],
-    place: Place,
+    site: Site,
 ) -> Inquiry:
     """The question for what is wanted (`AskKeys`). `given`: names of the options that the user gave."""
     from .trace import Inputs  # fake tensors take a second to import, which `import zeroshard` should not
 
+    refuse_rows(optimizers or (), options)
     refuse_second_names(model, options)
     refuse_precision(model, options.precision)
     units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
@@ -194,9 +195,9 @@ def inquiry_for(
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
     if inputs is not None:
         _check_step(units, inputs)
-    per_node = min(place.ranks, wanted.get("ranks_per_node") or place.machine.node)
+    per_node = min(site.ranks, wanted.get("ranks_per_node") or site.machine.node)
     if options.node_cache or options.transport == "nodes":
-        _check_levels(place, per_node)
+        _check_levels(site, per_node)
         options = replace(options, ranks_per_node=per_node)
     resting = sum(b.numel() * b.element_size() for b in model.buffers())
 
@@ -204,21 +205,21 @@ def inquiry_for(
         return parse_bytes(wanted[name], name) if name in wanted else None
 
     question = Question(
-        type(model).__name__,
-        units,
-        rules,
-        options,
-        place.ranks,
-        _limit(wanted, per_node),
-        replace(place.machine, node=per_node),
-        optional("host_limit"),
-        optional("disk_limit"),
-        wanted.get("disk_path"),
-        resting + (inputs.nbytes if inputs else 0),
-        wanted.get("micro_batches", 1),
-        overlaps=place.overlaps,
-        staged=place.staged,
-        shared=place.one_memory and "memory_limit_per_node" in wanted,
+        model=type(model).__name__,
+        units=units,
+        rules=rules,
+        options=options,
+        world=site.ranks,
+        limit=_limit(wanted, per_node),
+        machine=replace(site.machine, node=per_node),
+        host_limit=optional("host_limit"),
+        disk_limit=optional("disk_limit"),
+        disk_path=wanted.get("disk_path"),
+        inputs=resting + (inputs.nbytes if inputs else 0),
+        micro_batches=wanted.get("micro_batches", 1),
+        overlaps=site.overlaps,
+        staged=site.staged,
+        shared=site.one_memory and "memory_limit_per_node" in wanted,
         by_node="memory_limit_per_node" in wanted,
         **_choices(options, given, wanted.get("precisions")),
     )
@@ -268,13 +269,13 @@ def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[
     return made
 
 
-def _check_levels(place: Place, per_node: int) -> None:
+def _check_levels(site: Site, per_node: int) -> None:
     """What a run would refuse is not planned either."""
     trouble = None
-    if place.machine.gpu:
-        trouble = f"a {place.machine.name} has NCCL, which is of one level"
-    elif not 1 < per_node < place.ranks or place.ranks % per_node:
-        trouble = f"{place.ranks} ranks are not several nodes of {per_node}"
+    if site.machine.gpu:
+        trouble = f"a {site.machine.name} has NCCL, which is of one level"
+    elif not 1 < per_node < site.ranks or site.ranks % per_node:
+        trouble = f"{site.ranks} ranks are not several nodes of {per_node}"
     if trouble is not None:
         raise OptionError(
             'node_cache=True and transport="nodes" are for ranks without GPUs on several nodes of several '
@@ -362,11 +363,11 @@ class Traces:
         key = options.precision, chosen
         if key not in self._known:
             asked = replace(self._question, options=options)
-            self._known[key] = trace(asked, self._model, self._inputs, self._loss, chosen)
+            self._known[key] = traced(asked, self._model, self._inputs, self._loss, chosen)
         return self._known[key]
 
 
-def trace(
+def traced(
     question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None, recomputed: Collection[str]
 ) -> tuple[Segment, ...]:
     """The segments of one step of the model in the run's compute dtypes."""

@@ -25,7 +25,7 @@ from .errors import OptionError, PlanError, ZeroShardError
 from .machine import machine as find_machine
 from .measure import here, link_between
 from .plan import Plan
-from .planning import Place, PlanKeys, check_asked, check_nodes, inquiry_for, machine_of, take_asked
+from .planning import PlanKeys, Site, check_asked, check_nodes, inquiry_for, machine_of, take_asked
 from .pool import Ledger
 from .sizes import show_apart, show_bytes
 from .stats import Stats
@@ -110,9 +110,9 @@ def _agreed(
     told: Any = None
     if transport.rank == 0:
         on_cpu = transport.device.type == "cpu"
-        place = Place(transport.size, found, transport.overlaps, transport.staged, on_cpu)
+        site = Site(transport.size, found, transport.overlaps, transport.staged, on_cpu)
         try:
-            asked_of = inquiry_for(model, optimizers, asked, options, wish.given, place)
+            asked_of = inquiry_for(model, optimizers, asked, options, wish.given, site)
             told = {"plan": asked_of.plan().to_json()}
         except ZeroShardError as error:
             told = {"type": type(error).__name__, "error": str(error)}

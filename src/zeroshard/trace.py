@@ -36,6 +36,7 @@ from .errors import PlanError
 from .fused import as_on_gpu
 from .meter import Meter
 from .timeline import Segment
+from .units import standing
 from .widening import Widening
 
 Loss = Callable[[Any], Tensor]
@@ -77,10 +78,9 @@ class _Stretch:
     moved_back: int = 0
     kernels: int = 0
     kernels_back: int = 0
-    order: list[str] = field(default_factory=list)  # weights whose gradients arrived in its backward
-    levels: list[int] = field(
-        default_factory=list
-    )  # the most that lived before the first, after the first, …
+    # Weights whose gradients arrived in its backward, and the most that lived before the first, after it, …
+    order: list[str] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
     like: _Stretch | None = None
     outputs: Any = None  # of a repeated one: how its outputs look, and their tree
     standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
@@ -93,20 +93,19 @@ class _Stretch:
     def done(self) -> Segment:
         source = self.like or self
         order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
-        most = max(source.levels, default=0)
         return Segment(
-            self.unit,
-            source.saved,
-            source.forward,
-            most,
-            source.flops,
-            source.back,
-            source.moved,
-            source.moved_back,
-            source.kernels,
-            source.kernels_back,
-            order,
-            tuple(source.levels),
+            unit=self.unit,
+            saved=source.saved,
+            forward=source.forward,
+            backward=max(source.levels, default=0),
+            flops=source.flops,
+            back=source.back,
+            moved=source.moved,
+            moved_back=source.moved_back,
+            kernels=source.kernels,
+            kernels_back=source.kernels_back,
+            order=order,
+            levels=tuple(source.levels),
         )
 
 
@@ -144,7 +143,8 @@ class Tracer:
             args, kwargs = self._fake(inputs)
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             with self._watched(), self._meter, hooks, self._kernels():
-                functional_call(_Step(self.model, partial(self._step, inputs, loss)), weights, args, kwargs)
+                step = _Step(self.model, partial(self._step, inputs, loss))
+                functional_call(step, weights, args, kwargs, tie_weights=False)
         ends = (self._stretches[0], self._stretches[-1])
         return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
 
@@ -161,19 +161,19 @@ class Tracer:
     # ------------------------------------------------------------------ fakes
 
     def _weights(self) -> dict[str, Tensor]:
-        """Parameters in compute dtype and buffers as they are. They are not counted: the memory model has
-        them."""
+        """Parameters in compute dtype and buffers as they are, once for every place where they stand (see
+        [Note: once a place]). They are not counted: the memory model has them."""
         made: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
-            made[f"model.{name}"] = fake.requires_grad_(parameter.requires_grad)
+            made[name] = fake.requires_grad_(parameter.requires_grad)
             owner = max((u for u in self.names if name.startswith(f"{u}.")), key=len, default="")
             self._waiting.setdefault(owner, {})[name] = fake
-            self._leave_out(fake)
         for name, buffer in self.model.named_buffers():
-            fake = made[f"model.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for fake in made.values():
             self._leave_out(fake)
-        return made
+        return {f"model.{name}": made[first] for name, first in standing(self.model).items()}
 
     def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def one(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from .step import refuse_unfit
 from .units import matching
 
 MOST_PATTERNS = 4  # that a message lists
+WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
 
 
 def refuse_model(model: nn.Module, who: str) -> None:
@@ -39,6 +41,17 @@ def refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], who: st
             raise ModelError(
                 f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the "
                 "optimizer from model.parameters(), after the model is complete, and pass that very model."
+            )
+
+
+def refuse_rows(optimizers: Sequence[Optimizer], options: Options) -> None:
+    """Rows asked for where torch's own optimizer is known to look at whole matrices."""
+    for optimizer in optimizers if options.split == "rows" else ():
+        if isinstance(optimizer, WHOLE):
+            kind = type(optimizer).__name__
+            raise OptionError(
+                f'split="rows" gives {kind} rows of a matrix, and it looks at whole ones: it would be '
+                "another optimizer on every number of ranks. Drop split=: each tensor then goes to one rank."
             )
 
 

@@ -183,3 +183,18 @@ def _is_list(module: nn.Module) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def standing(model: nn.Module) -> dict[str, str]:
+    """A name of every place where a tensor stands, and the first name of that tensor.
+
+    [Note: once a place] A module used twice has two names for one place. `functional_call` would put a fake
+    there twice, and leave what it found the second time, the fake. So it gets each place of a tensor once."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                full = f"{path}.{name}" if path else name
+                found[full] = first.setdefault(id(tensor), full)
+    return found

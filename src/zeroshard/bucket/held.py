@@ -19,7 +19,7 @@ from ..wires import HELD_BYTES
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """Elements of a slot that one rank owns: where they begin in its piece and in the gradient."""
 
     slot: int
@@ -28,17 +28,17 @@ class Part:
     numel: int
 
 
-def parts_of(pack: Pack, rank: int) -> list[Part]:
+def shares_of(pack: Pack, rank: int) -> list[Share]:
     """What `rank` owns of each slot; of flat packs, where its cut falls."""
     if not isinstance(pack, FlatPack):
         places = zip(pack.slots, pack.offsets(rank), strict=True)
-        return [Part(i, at, s.rows(rank)[0] * s.row, s.held(rank)) for i, (s, at) in enumerate(places)]
+        return [Share(i, at, s.rows(rank)[0] * s.row, s.held(rank)) for i, (s, at) in enumerate(places)]
     start, stop = pack.starts[rank], pack.starts[rank] + pack.pieces[rank]
     found = []
     for index, (slot, at) in enumerate(zip(pack.slots, pack.full_offsets, strict=True)):
         low, high = max(at, start), min(at + slot.numel, stop)
         if low < high:
-            found.append(Part(index, low - start, low - at, high - low))
+            found.append(Share(index, low - start, low - at, high - low))
     return found
 
 
@@ -50,21 +50,21 @@ class HeldRows:
         self._piece = values[pack.starts[rank] : pack.starts[rank] + pack.pieces[rank]]
         width = values.element_size()
         self._own = [
-            part
-            for part in parts_of(pack, rank)
-            if part.numel * width >= HELD_BYTES and pack.slots[part.slot].split != "copy"
+            share
+            for share in shares_of(pack, rank)
+            if share.numel * width >= HELD_BYTES and pack.slots[share.slot].split != "copy"
         ]
-        stays = {part.slot for part in self._own}
+        stays = {share.slot for share in self._own}
         sent = [
-            (part, values[pack.starts[r] + part.at :][: part.numel])
+            (share, values[pack.starts[r] + share.at :][: share.numel])
             for r in range(pack.world)
-            for part in parts_of(pack, r)
-            if part.numel and not (r == rank and part.slot in stays)
+            for share in shares_of(pack, r)
+            if share.numel and not (r == rank and share.slot in stays)
         ]
         self._to = [view for _, view in sent] + list(flags)
-        self._of = [part.slot for part, _ in sent]
+        self._of = [share.slot for share, _ in sent]
         self._ones = [torch.ones(flag.shape, dtype=values.dtype) for flag in flags]
-        shifts = [part.first * width for part, _ in sent] + [0] * len(flags)
+        shifts = [share.first * width for share, _ in sent] + [0] * len(flags)
         self._moves = Moves(self._to, self._to, shifts=shifts, past=True)
         self._spans = list(_spans(self._own, pack.pieces[rank]))
         self._grads: list[Tensor] = []
@@ -90,9 +90,9 @@ class HeldRows:
         grads, self._grads = self._grads, []
         spans = [
             Span(start, numel)
-            if part is None or not grads
-            else Span(start, numel, grads[part.slot], part.first)
-            for start, numel, part in self._spans
+            if share is None or not grads
+            else Span(start, numel, grads[share.slot], share.first)
+            for start, numel, share in self._spans
         ]
         sum_spans(out, pieces, scale, self._rank, spans)
 
@@ -100,18 +100,18 @@ class HeldRows:
     def let_go(self) -> None:
         """Copy the own rows into the wire as well, if they have not been added yet."""
         grads, self._grads = self._grads, []
-        for part in self._own if grads else ():
-            own = grads[part.slot].view(-1)[part.first : part.first + part.numel]
-            self._piece[part.at : part.at + part.numel].copy_(own)
+        for share in self._own if grads else ():
+            own = grads[share.slot].view(-1)[share.first : share.first + share.numel]
+            self._piece[share.at : share.at + share.numel].copy_(own)
 
 
-def _spans(own: Sequence[Part], length: int) -> list[tuple[int, int, Part | None]]:
-    """A piece from end to end: parts that stay in their gradients, and what lies between them."""
-    result: list[tuple[int, int, Part | None]] = []
+def _spans(own: Sequence[Share], length: int) -> list[tuple[int, int, Share | None]]:
+    """A piece from end to end: shares that stay in their gradients, and what lies between them."""
+    result: list[tuple[int, int, Share | None]] = []
     at = 0
-    for part in own:
-        if part.at > at:
-            result.append((at, part.at - at, None))
-        result.append((part.at, part.numel, part))
-        at = part.at + part.numel
+    for share in own:
+        if share.at > at:
+            result.append((at, share.at - at, None))
+        result.append((share.at, share.numel, share))
+        at = share.at + share.numel
     return [*result, (at, length - at, None)] if at < length else result
