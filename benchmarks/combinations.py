@@ -121,8 +121,9 @@ def weight_faults(case: Case, outs: list[Trained], want: Trained) -> Iterator[st
 
 
 def distance(outs: list[Trained], want: Trained) -> float:
-    """Of all weights at once, relative to the way they went."""
+    """Of all weights that moved at once, relative to the way they went."""
     pairs = [(outs[0].weights[n], w, want.first[n]) for n, w in want.weights.items()]
+    pairs = [(got, w, first) for got, w, first in pairs if not torch.equal(w, first)]
     off = sum(float((got - w).norm()) ** 2 for got, w, _ in pairs)
     way = sum(float((w - first).norm()) ** 2 for _, w, first in pairs)
     return math.sqrt(off / max(way, 1e-30))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +37,8 @@ def offloaded(make: Make = torch.optim.AdamW, **options: Any) -> tuple[Any, torc
 
 SPLIT, CODED = zs.Offload(master="split"), zs.Offload(moments="int8")
 ADAMW, SGD, RMSPROP = torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop
+AMSGRAD = partial(ADAMW, amsgrad=True)
+DISK = zs.Offload("disk", path=".", moments="int8")  # refused before anything is written there
 REFUSED: list[tuple[Make, dict[str, Any], str]] = [
     (ADAMW, {"offload": SPLIT}, r"needs bf16 compute weights .* the model's own dtype"),
     (ADAMW, {"offload": SPLIT, "precision": "bf16", "clip_norm": None}, r"needs clip_norm= \(math\.inf"),
@@ -43,6 +46,8 @@ REFUSED: list[tuple[Make, dict[str, Any], str]] = [
     (ADAMW, {"offload": SPLIT, "precision": "fp16"}, r"fp16 with its loss scaling rules out"),
     (RMSPROP, {"offload": SPLIT, "precision": "bf16"}, r"knows Adam, AdamW and SGD; this run has RMSprop"),
     (SGD, {"offload": CODED}, r"is for Adam and AdamW, and this run has SGD alone"),
+    (AMSGRAD, {"offload": CODED}, r"moments=\"int8\"\) and amsgrad=True do not go together"),
+    (AMSGRAD, {"offload": DISK}, r"moments=\"int8\"\) and amsgrad=True do not go together"),
     (ADAMW, {"clip_norm": 0.0}, r"clip_norm=0\.0 must be above zero"),
     (ADAMW, {"offload": "host"}, r"offload='host' must be a zs\.Offload"),
 ]

@@ -65,6 +65,12 @@ def check_kernels(offload: Offload, options: Options, optimizers: Sequence[Optim
     ]
     if not wanted:
         return
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if offload.moments == "int8" and any(group.get("amsgrad") for group in groups):
+        raise OptionError(
+            'Offload(moments="int8") and amsgrad=True do not go together: the largest second moments are '
+            "kept beside second moments in fp32. Drop one of the two."
+        )
     if offload.optimizer != "device":
         _check_host(f"Offload({' and '.join(wanted)})", offload, options, optimizers)
     elif not any(map(rows_suffice, optimizers)):
