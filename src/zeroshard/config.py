@@ -23,6 +23,8 @@ from .sizes import parse_bytes
 Stage = Literal[0, 1, 2, 3]
 TransportName = Literal["auto", "shm", "gloo", "nodes", "nccl"]
 TRANSPORTS = get_args(TransportName)
+SplitName = Literal["auto", "rows", "level", "whole"]
+BufferWay = Literal["broadcast", "local"]
 _EVERY_STEP = EveryStep()
 
 _DTYPES = {
@@ -111,8 +113,8 @@ class Options:
     bucket_bytes: int = 25 * 2**20
     prefetch: int = 1
     recompute: tuple[str, ...] | bool = False
-    split: Literal["auto", "rows", "level", "whole"] = "auto"
-    buffers: Literal["broadcast", "local"] = "broadcast"
+    split: SplitName = "auto"
+    buffers: BufferWay = "broadcast"
     transport: TransportName = "auto"
     offload: Offload | None = None
     clip_norm: float | None = None
@@ -170,8 +172,8 @@ class Options:
                 "host: pass shard(..., compress=...) for one codec throughout."
             )
         for name, known in (
-            ("split", ("auto", "rows", "level", "whole")),
-            ("buffers", ("broadcast", "local")),
+            ("split", get_args(SplitName)),
+            ("buffers", get_args(BufferWay)),
             ("transport", TRANSPORTS),
         ):
             value = getattr(self, name)
@@ -254,8 +256,8 @@ class OptionKeys(TypedDict, total=False):
     bucket_bytes: int | str
     prefetch: int
     recompute: bool | str | Sequence[str]
-    split: Literal["auto", "rows", "level", "whole"]
-    buffers: Literal["broadcast", "local"]
+    split: SplitName
+    buffers: BufferWay
     transport: TransportName
     offload: Offload | None
     clip_norm: float | None

@@ -26,11 +26,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import Codec
+from .codec import Codec, Delta
 from .comm import Region, Targets, Transport, Work
 from .layout import Pack
 from .pool import Kind, Ledger, Pool
-from .published import ChangedRows, CodedRows, coded_rows
+from .published import ChangedRows, CodedRows
 from .shard import Param, SplitMaster
 from .tier import Copies, Mark, Streaming, Stretch, pinned
 
@@ -114,7 +114,8 @@ class Bundle:
         moves = self.transport.size > 1 and any(s.split != "copy" for s in self.pack.slots)
         if moves and codec is not None and self.dtype.is_floating_point:
             width = self.dtype.itemsize
-            self.coded = coded_rows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
+            kind_of_rows = ChangedRows if isinstance(codec, Delta) else CodedRows
+            self.coded = kind_of_rows(self.key, self.pack, codec, width, self.transport, self.pool, ledger)
             moves = False
         streams = moves and self.rests.rows == "host" and self.transport.staged
         if moves and not streams:

@@ -1,5 +1,4 @@
-"""What one way to run costs: bytes from `memory` and `timeline`, seconds from the machine's figures. No
-torch."""
+"""How long a step of one way to run takes, estimated from the machine's figures. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from .timeline import Segment
 # in forward and in backward. And as sending a part's gradient to the host and fetching its weights takes, and
 # the part's share of `optimizer.step()`.
 HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 20, 4
-IN_HAND = 4  # parts that the host has taken up, as in `host`: updated or on their way to it
+IN_HAND = 4  # parts that the host has taken up, as in `crew`: updated or on their way to it
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
 # on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
 SLOWER: dict[bool, dict[str, tuple[float, float]]] = {
@@ -47,7 +46,7 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     # Stage 0: sums go back to all ranks beside backward; as codes, when it is over. Between GPUs each can be
     # updated as soon as it is back.
     whole = setup.reduces and setup.options.stage == 0
-    at_end = whole and not (machine.gpu and not setup.options.compress)
+    at_end = whole and (not machine.gpu or bool(setup.options.compress))
     if whole and setup.overlaps and setup.options.compress:
         alone = exchange / 2
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})

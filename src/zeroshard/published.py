@@ -226,19 +226,6 @@ class ChangedRows(CodedRows):
         return [*super().private(), *believed]
 
 
-def coded_rows(
-    key: str,
-    pack: Pack,
-    codec: Codec,
-    itemsize: int,
-    transport: Transport,
-    pool: Pool,
-    ledger: Ledger,
-) -> CodedRows:
-    kind = ChangedRows if isinstance(codec, Delta) else CodedRows
-    return kind(key, pack, codec, itemsize, transport, pool, ledger)
-
-
 def _draws(codec: Codec) -> bool:
     """Whether a code depends on more than the values. Of a codec of the user's own one cannot know."""
     inner = codec.codec if isinstance(codec, Delta) else codec
