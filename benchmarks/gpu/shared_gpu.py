@@ -12,6 +12,7 @@ and how much memory it takes; they are not those of GPUs with links of their own
 
 import argparse
 import datetime
+import gc
 import json
 import statistics
 import subprocess
@@ -59,6 +60,7 @@ def made(system, size):
 
 def measure(system, size, rows, seq, steps):
     """On a rank: seconds of each step, losses, and the most device memory."""
+    gc.collect()  # what is left of the system before
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model, optimizer, run = made(system, size)

@@ -228,6 +228,6 @@ def _settle(unit: str, what: str, size: Bytes, rests: Sequence[Rest], room: dict
         "device": "pass a larger device_bytes=, or let it rest further away",
         "host": "pass a larger host_bytes=, or path= of a disk",
         "disk": "pass path= of a disk with more room",
-    }[rests[-1]]
+    }["host" if rests[-1] == "disk" and room["disk"] == 0 else rests[-1]]  # without a disk it has no room
     takes, _ = show_apart(size.at(rests[-1]), over[rests[-1]])
     raise PlanError(f"`{unit}` has {takes} of {what}, and what is left is {left_over}: {further}.")

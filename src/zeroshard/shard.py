@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .errors import StateError
-from .face import Face
+from .face import face_of
 from .layout import Slot
 from .native import join, split
 from .units import Place, Tenant
@@ -51,8 +51,8 @@ class Faces:
             own.device.type != self.mesh.device_type
         ):  # rows on the host: from_local would copy them to the GPU
             spec = DTensorSpec(self.mesh, (placement,), tensor_meta=TensorMeta(shape, stride, own.dtype))
-            return Face.of(DTensor(own, spec, requires_grad=False))
-        return Face.of(
+            return face_of(DTensor(own, spec, requires_grad=False))
+        return face_of(
             DTensor.from_local(own, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
         )
 
