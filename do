@@ -15,6 +15,9 @@ VENV=.venv
 PYTHON=$VENV/bin/python
 LOG=$VENV/setup.log
 
+# Hundreds of processes start in the tests, and must not each compile the same sources, whatever the caller wants.
+unset PYTHONDONTWRITEBYTECODE
+
 say() { printf '%s\n' "$*" >&2; }
 
 die() {
@@ -106,8 +109,10 @@ setup() {
         title="updating the installation: its requirements or kernels have changed"
     fi
     step "$title" \
-        "$PYTHON" -m pip install --disable-pip-version-check --no-input \
+        "$PYTHON" -m pip install --disable-pip-version-check --no-input --no-compile \
         "${isolation[@]}" --constraint "$constraints" --editable ".${extras:+[$extras]}"
+    # On all cores, as pip does not. Some files are written for another Python, and stay as they are.
+    "$PYTHON" -m compileall -q -j 0 "$VENV"/lib/python3*/site-packages >>"$LOG" 2>&1 || true
     printf '%s\n' "$now" >"$stamp"
 }
 
@@ -115,16 +120,16 @@ lint() { "$VENV/bin/ruff" check .; }
 
 types() { "$VENV/bin/mypy"; }
 
-# Types, and the tests that start no processes.
+# Tests are shared out among sessions: whoever comes to a file first runs it.
+session() { "$PYTHON" -m pytest --share "$VENV/share" "$@"; }
+
+# Types, then the tests that start no processes, then what others have left.
 beside() {
     local failed=0
     types || failed=1
-    "$PYTHON" -m pytest -m 'not ranks and not cuda' || failed=1
+    session || failed=1
     return $failed
 }
-
-# The second half of the tests that start processes.
-later() { "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[n-z]*.py; }
 
 chore=${1:-help}
 [ $# -eq 0 ] || shift
@@ -145,15 +150,17 @@ case $chore in
             types || failed+=' types'
             "$PYTHON" -m pytest "$@" || failed+=' pytest'
         else
-            # Tests that start processes wait for most of their time: the others run beside them, and are shown last.
+            # Tests that start processes wait for much of their time: the others run beside them, and are shown last.
+            rm -rf "$VENV/share"
+            mkdir "$VENV/share"
             beside >"$VENV/beside.log" 2>&1 &
             other=$!
-            later >"$VENV/later.log" 2>&1 &
+            session -m 'ranks or cuda' >"$VENV/later.log" 2>&1 &
             last=$!
             trap 'kill "$other" "$last" 2>/dev/null || true' EXIT
-            "$PYTHON" -m pytest -m 'ranks or cuda' tests/test_[a-m]*.py || failed+=' pytest'
+            session -m 'ranks or cuda' || failed+=' pytest'
             wait "$other" || failed+=' types or the tests beside them'
-            wait "$last" || failed+=' the second half of the tests'
+            wait "$last" || failed+=' tests of the second session'
             cat "$VENV/beside.log" "$VENV/later.log"
         fi
         [ -z "$failed" ] || die "failed:$failed"

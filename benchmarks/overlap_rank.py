@@ -150,7 +150,7 @@ def build(task: Task, recorder: Recorder) -> Any:
 
 def slow_down(host: Any, seconds: float, recorder: Recorder) -> None:
     """Make the updates of all parts together take so long, and note when training waits for them."""
-    update, wait, each = host._update, host.wait, seconds / len(host.parts)
+    update, wait, each = host.crew._update, host.wait, seconds / len(host.parts)
 
     def slowly(staged: Any) -> None:
         with recorder.span("host"):
@@ -161,7 +161,7 @@ def slow_down(host: Any, seconds: float, recorder: Recorder) -> None:
         with recorder.span("wait host"):
             wait(part)
 
-    host._update, host.wait = slowly, waiting
+    host.crew._update, host.wait = slowly, waiting
 
 
 def train(task: Task, options: dict[str, Any]) -> Record:

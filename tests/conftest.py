@@ -1,8 +1,9 @@
-"""Order, skips, and the rule that no process outlives the test that started it."""
+"""Order, skips, sharing out, and the rule that no process outlives the test that started it."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 LAYERS = ("pure", "threads", "ranks", "cuda")
 # Servants of Python and of torch.compile. They end with the process that started them, and live until then.
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
+OURS = pytest.StashKey[dict[str, bool]]()
 _SET_CHILD_SUBREAPER = 36
 _PATIENCE = 3.0
 
@@ -33,6 +35,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if cuda and not gpu_present():
         for item in cuda:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "share tests out among sessions that name this folder: a file's go to the first that comes to it"
+    parser.addoption("--share", metavar="FOLDER", help=told)
+
+
+def taken(item: pytest.Item) -> bool:
+    """Whether another session runs the tests of this one's file and layer; if not, this one does from now."""
+    folder = item.config.getoption("share")
+    if folder is None:
+        return False
+    ours = item.config.stash.setdefault(OURS, {})
+    key = f"{item.path.stem}-{LAYERS[layer_of(item)]}"
+    if key not in ours:
+        try:
+            Path(folder, key).touch(exist_ok=False)
+            ours[key] = True
+        except FileExistsError:
+            ours[key] = False
+    return not ours[key]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    return True if taken(item) else None  # True: there is nothing left to do for it
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the collections that tests ask for look at the rest only."""
+    gc.collect()
+    gc.freeze()
 
 
 def gpu_present() -> bool:

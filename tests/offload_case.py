@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
-from zeroshard import build, host, place
+from zeroshard import build, crew, place
 from zeroshard.balance import heaviest
 from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.config import Options
@@ -176,7 +176,7 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
             stack.enter_context(patch.object(HostUpdates, "_start", start_and_wait))
         elif pace == "ties away":
             for name in ("adam_update", "sgd_update"):
-                stack.enter_context(patch.object(host, name, partial(getattr(host, name), ties="away")))
+                stack.enter_context(patch.object(crew, name, partial(getattr(crew, name), ties="away")))
             stack.enter_context(patch.object(Bundle, "refresh", partialmethod(refresh_away, Bundle.refresh)))
         elif pace == "delayed":
             draw, lock = random.Random(seed), threading.Lock()
@@ -194,7 +194,7 @@ def paced(pace: Pace, seed: int = 0) -> Iterator[None]:
             stack.enter_context(patch.object(build, "Copies", partial(build.Copies, delay=delay)))
             stack.enter_context(patch.object(place, "Paging", partial(place.Paging, delay=delay)))
             for name in ("adam_update", "sgd_update"):
-                stack.enter_context(patch.object(host, name, partial(later, getattr(host, name))))
+                stack.enter_context(patch.object(crew, name, partial(later, getattr(crew, name))))
         yield
 
 

@@ -23,7 +23,7 @@ from recipes import Loop, Recipe, loss_of, optimizers
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard import host as host_updates
+from zeroshard import crew as host_updates
 from zeroshard.checkpoint import PendingSave, Saved
 from zeroshard.checkpoint.staging import Image
 from zeroshard.native import adam_update

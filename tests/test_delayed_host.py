@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.host import HostUpdates
+from zeroshard.crew import Crew
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
@@ -53,16 +53,16 @@ def delayed_by_hand(world: int, clip: float | None) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def slow_down(updates: HostUpdates, seconds: Callable[[], float]) -> list[str]:
+def slow_down(crew: Crew, seconds: Callable[[], float]) -> list[str]:
     """Sleep before every update; what has been updated, in order."""
-    plain, seen = updates._update, list[str]()
+    plain, seen = crew._update, list[str]()
 
     def slowly(staged: Any) -> None:
         time.sleep(seconds())
         plain(staged)
         seen.append(staged.job.part.label)
 
-    updates._update = slowly  # type: ignore[method-assign]
+    crew._update = slowly  # type: ignore[method-assign]
     return seen
 
 
@@ -74,7 +74,7 @@ def trained(options: dict[str, Any], slowness: float = 0.0) -> tuple[dict[str, T
     dice = random.Random(run.rank)
     assert run._runtime.host is not None
     assert run._runtime.host.updates is not None
-    slow_down(run._runtime.host.updates, lambda: slowness * dice.random())
+    slow_down(run._runtime.host.updates.crew, lambda: slowness * dice.random())
     for step in range(STEPS):
         loss = loss_of(model, step, run.rank)
         optimizer.zero_grad()
@@ -149,7 +149,7 @@ def begun_in_forward(transport: str) -> tuple[int, list[bool]]:
     run = zs.shard(model, optimizer, stage=2, transport=transport, bucket_bytes=1024, **HOST)  # type: ignore[arg-type]
     assert run._runtime.host is not None
     assert run._runtime.host.updates is not None
-    seen, losses = slow_down(run._runtime.host.updates, lambda: 0.0), list[float]()
+    seen, losses = slow_down(run._runtime.host.updates.crew, lambda: 0.0), list[float]()
     ahead, probe = 0, models.MLP.batch(ROWS, seed=7)
     for step in range(4):
         before = len(seen)

@@ -17,7 +17,7 @@ import torch
 from offload_case import batch, make_model
 
 import zeroshard as zs
-from zeroshard import host
+from zeroshard import crew
 from zeroshard.errors import ModelError, OptionError, StateError, TierError
 from zeroshard.testing import ranks
 from zeroshard.tier import Copies
@@ -169,7 +169,7 @@ def after(calls: int, then: Callable[..., Any]) -> Callable[..., Any]:
 
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "update": (host, "adam_update", host.adam_update),
+    "update": (crew, "adam_update", crew.adam_update),
     "copy out": (Copies, "out", Copies.out),
     "copy back": (Copies, "back", Copies.back),
 }
@@ -204,7 +204,7 @@ def fail_on_rank_one() -> str:
     model, optimizer, run = offloaded(stage=3)
     step = 0
     try:
-        with patch.object(host, "adam_update", after(30 if run.rank else 10**6, host.adam_update)):
+        with patch.object(crew, "adam_update", after(30 if run.rank else 10**6, crew.adam_update)):
             for step in range(20):
                 model(batch(step, run.rank)).backward()
                 optimizer.step()

@@ -13,9 +13,10 @@ import torch
 from offload_case import batch, make_model
 
 import zeroshard as zs
-from zeroshard import host
+from zeroshard import crew
 from zeroshard.checkpoint import PendingSave, read_manifest
 from zeroshard.checkpoint.staging import Image
+from zeroshard.crew import Crew
 from zeroshard.due import Job, next_of
 from zeroshard.host import HostUpdates
 from zeroshard.native import adam_update
@@ -102,11 +103,11 @@ def test_what_forward_asks_for_first_is_updated_first(monkeypatch: pytest.Monkey
     """The host is held up until backward is over; what it then does is in the order of forward."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    taken, gate, stage = list[str](), threading.Event(), HostUpdates._stage
+    taken, gate, stage = list[str](), threading.Event(), Crew._stage
     gate.set()
     asked, ask = list[str](), HostUpdates.ask
 
-    def staged(self: HostUpdates, job: Job, room: object) -> object:
+    def staged(self: Crew, job: Job, room: object) -> object:
         gate.wait(30)
         taken.append(job.part.params[0].name)
         return stage(self, job, room)  # type: ignore[arg-type]
@@ -115,7 +116,7 @@ def test_what_forward_asks_for_first_is_updated_first(monkeypatch: pytest.Monkey
         asked.append(part.params[0].name)  # type: ignore[attr-defined]
         ask(self, part)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HostUpdates, "_stage", staged)
+    monkeypatch.setattr(Crew, "_stage", staged)
     monkeypatch.setattr(HostUpdates, "ask", asks)
     run = zs.shard(model, optimizer, offload=zs.Offload(stage_bytes=2048), clip_norm=1e9)
     try:
@@ -154,7 +155,7 @@ def test_a_background_save_does_not_wait_for_updates_and_has_them(
         copying.set()
         fill(*given)
 
-    monkeypatch.setattr(host, "adam_update", update)
+    monkeypatch.setattr(crew, "adam_update", update)
     monkeypatch.setattr(Image, "fill", filled)
     for background in (True, False):
         model = make_model()

@@ -45,12 +45,12 @@ def test_the_largest_model_of_a_family_is_the_largest() -> None:
 
 
 def test_the_fewest_ranks_are_the_fewest() -> None:
-    model = on_meta(100)
-    found = search.fewest_ranks(model, limit="32MiB", offload=None)
+    model = on_meta(40)
+    found = search.fewest_ranks(model, limit="13MiB", offload=None)
     assert found.plan.ranks == found.value > 2
-    assert found.plan.chosen.device <= 32 * 2**20
+    assert found.plan.chosen.device <= 13 * 2**20
     with pytest.raises(zs.PlanError):
-        zs.plan(model, ranks=found.value - 1, limit="32MiB", offload=None)
+        zs.plan(model, ranks=found.value - 1, limit="13MiB", offload=None)
     with pytest.raises(zs.PlanError, match="the smallest"):
         search.fewest_ranks(model, limit="1MiB", offload=None, most=64)
 

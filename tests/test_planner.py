@@ -25,8 +25,8 @@ from zeroshard.frames import moments_of
 from zeroshard.machine import GPUS, machine
 from zeroshard.memory import Setup
 from zeroshard.plan import Plan
-from zeroshard.planner import Question
 from zeroshard.planning import tokens
+from zeroshard.question import Question
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
 from zeroshard.timeline import Segment, peak_of, step_moments
 from zeroshard.trace import Inputs, Tracer

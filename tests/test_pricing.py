@@ -11,8 +11,9 @@ import zeroshard as zs
 from zeroshard import pricing
 from zeroshard.machine import machine
 from zeroshard.plan import Candidate
-from zeroshard.planner import Question, price
+from zeroshard.planner import price
 from zeroshard.pricing import HOOKED, SENT, STEPPED
+from zeroshard.question import Question
 from zeroshard.timeline import Segment
 
 

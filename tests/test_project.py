@@ -154,6 +154,25 @@ def test_fast_layers_come_first(tmp_path: Path) -> None:
     assert re.findall(r"::test_(\w+)", text) == ["slow", "threads", "ranks", "cuda"]
 
 
+@pytest.mark.ranks
+def test_sessions_share_tests_out(tmp_path: Path) -> None:
+    """What a session that comes later finds taken it leaves out, and runs the rest."""
+    code = """
+        import pytest
+        def test_pure(): assert True
+        @pytest.mark.ranks
+        def test_one(): assert True
+        @pytest.mark.ranks
+        def test_two(): assert False
+        """
+    folder = tmp_path / "share"
+    folder.mkdir()
+    share = ("--share", str(folder))
+    assert "1 failed, 1 passed, 1 deselected" in inner_pytest(tmp_path, code, "-m", "ranks", *share)
+    assert re.search(r"=+ 1 passed in", inner_pytest(tmp_path, code, *share))
+    assert "no tests ran" in inner_pytest(tmp_path, code, *share)
+
+
 def test_chores_are_documented_where_they_are() -> None:
     """`./do help` prints every chore that the script knows."""
     script = (ROOT / "do").read_text(encoding="utf-8")

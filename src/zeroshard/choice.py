@@ -11,7 +11,8 @@ from .balance import imbalance
 from .config import Precision
 from .errors import PlanError
 from .plan import PLACINGS, Candidate, Plan, made_of
-from .planner import FILLING, Question, all_candidates, placing_of, price
+from .planner import FILLING, all_candidates, price
+from .question import Question, placing_of
 from .sizes import show_apart, show_bytes
 from .timeline import Segment
 

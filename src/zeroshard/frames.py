@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import Options
-from .planner import Question, price, with_margin
+from .planner import price, with_margin
+from .question import Question
 from .timeline import Moment, step_moments
 
 

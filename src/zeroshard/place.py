@@ -18,10 +18,11 @@ from .bucket import EarlySink, Sink
 from .codec import Compression
 from .comm import Transport
 from .config import Options
+from .crew import AT_ONCE, Crew
 from .eligible import check_kernels, form_of, no_kernel, overlaps
 from .errors import OptionError, TierError
 from .form import Form
-from .host import AT_ONCE, HostUpdates
+from .host import HostUpdates
 from .landing import HostGradients
 from .layout import ALIGN, Slot, aligned, buckets
 from .lending import staging_bytes
@@ -419,7 +420,8 @@ class Host:
         clip = self.options.clip_norm if self.options.clip_norm is not None else math.inf
         team = Team.open(threads)
         workers = Workers(threads if team is None else AT_ONCE)
-        self.updates = HostUpdates(self.parts, arena, self.copies, workers, clip, self.offload.undo, team)
+        crew = Crew(arena, self.copies, workers, team, self.paging)
+        self.updates = HostUpdates(self.parts, crew, clip, self.offload.undo)
 
     def close(self) -> None:
         """The scratch file goes; nothing reads it any more."""

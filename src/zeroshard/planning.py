@@ -22,7 +22,7 @@ from .machine import Machine
 from .machine import machine as find_machine
 from .memory import Setup
 from .plan import Plan, options_of
-from .planner import Question, placing_of
+from .question import Question, placing_of
 from .shapes import Block
 from .sizes import parse_bytes
 from .timeline import Segment

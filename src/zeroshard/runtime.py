@@ -24,7 +24,6 @@ from torch import Tensor
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from .comm import Transport
 from .config import Options
@@ -42,6 +41,7 @@ from .placement import Placement
 from .pool import Ledger, Pool
 from .saved import SavedTensors
 from .shard import Faces, Param
+from .spans import span
 from .step import Update
 from .supply import Supply
 from .sync import Pace
@@ -249,7 +249,7 @@ class Runtime:
         self._end(land=arrived and self.sync)
 
     def _end(self, land: bool) -> None:
-        with record_function("zeroshard.land") if torch.autograd._profiler_enabled() else nullcontext():
+        with span("land"):
             if land:
                 self.pace.ended()
                 if self._nested and self.transport.size > 1:
@@ -289,7 +289,7 @@ class Runtime:
             )
         if not self._reached:
             self._tell_of_no_gradient()
-        with record_function("zeroshard.step") if torch.autograd._profiler_enabled() else nullcontext():
+        with span("step"):
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
             self.before_change(in_step=True)

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .choice import choose, fitting, refusal, smallest
 from .errors import OptionError, PlanError
 from .plan import Plan
-from .planner import Question, all_candidates
+from .planner import all_candidates
 from .planning import Inquiry, PlanKeys, inquire, tokens
+from .question import Question
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 MOST_ROWS, MOST_RANKS, MOST_SIZE = 2**20, 2**16, 2**16

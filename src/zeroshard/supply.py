@@ -4,15 +4,12 @@ ahead of use. `runtime` says when."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-
-import torch
-from torch.profiler import record_function
 
 from .comm import Transport
 from .host import HostUpdates
 from .live import Course, LiveUnit
 from .param import Bundle
+from .spans import span
 
 
 class Supply:
@@ -57,8 +54,7 @@ class Supply:
 
     def bring(self, unit: LiveUnit, updates: HostUpdates | None, backward: bool) -> None:
         """Gather a unit, start on the ones that come next, and wait for it."""
-        watched = torch.autograd._profiler_enabled()
-        with record_function(f"zeroshard.gather {unit.label}") if watched else nullcontext():
+        with span(f"gather {unit.label}"):
             self._fetch(unit, updates, backward)
 
     def _fetch(self, unit: LiveUnit, updates: HostUpdates | None, backward: bool) -> None:

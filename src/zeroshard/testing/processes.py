@@ -25,10 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.launch.job import PRELOAD
+
 __all__ = ["Outcome", "RankFailure", "Ranks", "ranks", "summary"]
 
 # Imported once by the server that ranks are forked from, so that a pool starts in a fraction of a second.
-_PRELOAD = ["torch.distributed.tensor", "torch._dynamo", "torch.utils.checkpoint", "zeroshard.testing"]
+# What is not installed is passed over; the last one is told that all is there.
+_PRELOAD = [*PRELOAD, "torch.utils.checkpoint", "pytest", "hypothesis", "zeroshard.testing.preloaded"]
 _GRACE = 12.0  # for the other ranks once one has failed: longer than it takes a transport to notice
 
 
