@@ -36,11 +36,13 @@ def one_text(found: list[object]) -> str:
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
 def test_different_agreements_are_refused_at_once(kind: str) -> None:
     def body(transport: Transport) -> object:
-        return transport.barrier("a") if transport.rank == 0 else transport.max([1.0])
+        if transport.rank == 0:
+            return transport.barrier("a")
+        return transport.max([1.0]) if transport.rank == 1 else transport.max([1.0], "a save")
 
     start = time.monotonic()
     text = one_text(threads(kind, 3, body, fails=True))
-    assert "rank 0 waits for barrier 'a'; rank 1 waits for a small max; rank 2 waits for a small max" in text
+    assert "rank 0 waits for barrier 'a'; rank 1 waits for a small max; rank 2 waits for a save." in text
     assert time.monotonic() - start < 5
 
 

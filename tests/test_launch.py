@@ -34,7 +34,7 @@ def test_a_rank_gets_what_torchrun_would_set() -> None:
     environment = rank_environment(Job(4, "train.py"), 3, "127.0.0.1", 4321)
     assert environment["RANK"] == environment["LOCAL_RANK"] == "3"
     assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "4"
-    assert announced(environment) == Announcement("torchrun", 3, 4, 3, 4, "127.0.0.1", 4321, served=True)
+    assert announced(environment) == Announcement("zeroshard run", 3, 4, 3, 4, "127.0.0.1", 4321, served=True)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,7 @@ def test_signals_get_stronger() -> None:
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"} | {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
 }
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -163,6 +164,8 @@ MPI = {"OMPI_COMM_WORLD_" + name: value for name, value in (("RANK", "1"), ("SIZ
 def test_other_launchers_are_understood() -> None:
     assert announced({}) is None
     assert announced(TORCHRUN) == Announcement("torchrun", 5, 8, 1, 4, "node0", 29500)
+    by_hand = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert announced(by_hand) == Announcement("RANK and WORLD_SIZE", 5, 8, 1, 4, "node0", 29500)
     assert announced(SLURM) == Announcement("Slurm", 4, 7, 1, 3, "gpu003", port_of("77.0"))
     assert announced(MPI) == Announcement("Open MPI", 1, 2, 1, 2, "127.0.0.1", port_of("prterun-host-1@1"))
     # mpirun inside a Slurm job, and a batch script that exports a part of torchrun's variables

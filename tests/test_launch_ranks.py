@@ -329,7 +329,7 @@ join("cpu")
     )
     done = cli("run", "--ranks", "3", str(path))
     assert done.returncode == 1
-    said = "RankError: rank 1 of 3 (torchrun) came to the end of the script without `shard`, where rank "
+    said = "RankError: rank 1 of 3 (zeroshard run) came to the end of the script without `shard`, where rank "
     assert said in done.stderr.splitlines()[-1]
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
+from zeroshard.comm.connect import _ended, end_early, was_in_shard
 from zeroshard.comm.rendezvous import Rendezvous
 from zeroshard.comm.roll import Roll
 from zeroshard.comm.whereabouts import Whereabouts
 from zeroshard.errors import RankError
-from zeroshard.launch import environment
+from zeroshard.launch import environment, leaving
 from zeroshard.launch.announce import Announcement
+from zeroshard.testing import run_threads
 
 TIMEOUT = 20.0
 
@@ -67,7 +72,8 @@ def test_a_rank_in_shard_tells_its_other_transports_where_it_is() -> None:
     assert places[0].collective(0.0) is None
 
 
-def test_a_rank_that_ends_before_its_first_shard_is_named() -> None:
+def test_a_rank_that_ends_before_its_first_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["zeroshard.comm.connect"], "_rolls", {})
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     served = TCPStore(
@@ -76,8 +82,47 @@ def test_a_rank_that_ends_before_its_first_shard_is_named() -> None:
     group = Announcement("torchrun", 0, 3, 0, 3, "127.0.0.1", port, served=True)
     with pytest.raises(RankError, match=r"ranks 1-2 of 3 \(torchrun\) did not join within 0 s"):
         environment.meet(group, torch.device("cpu"), timedelta(milliseconds=200))
-    environment.tell_end(served, 0, 2)
+    leaving.tell_own_end(replace(group, rank=2))  # no `shard` here, and no group: over the announced store
     with pytest.raises(
         RankError, match=r"^rank 2 of 3 \(torchrun\) came to the end of the script without `shard`"
     ):
         environment.meet(group, torch.device("cpu"), timedelta(seconds=TIMEOUT))
+    assert served.num_keys() > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        ("/usr/bin/python3\0/usr/bin/torchrun\0--nproc-per-node\x002\0train.py", True),
+        ("python\0-m\0torch.distributed.run\0train.py", True),
+        ("slurmstepd: [77.0]", True),
+        ("/opt/bin/prted\0--prtemca", True),
+        ("bash\0-c\0python prepare.py; python train.py", False),
+        ("python\0train.py\0--name\0first\0--launcher\0torchrun", False),
+        ("", False),
+    ],
+)
+def test_only_a_process_that_a_launcher_started_speaks_for_its_rank(command: str, is_one: bool) -> None:
+    assert leaving._is_launcher(command) is is_one
+
+
+def test_a_process_that_no_launcher_started_is_silent() -> None:
+    group = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert not leaving.speak_at_the_end(group)
+    assert not leaving.speak_at_the_end({"RANK": "1"})
+    assert not leaving.speak_at_the_end({})
+
+
+def hear_of_an_early_end() -> str | None:
+    """In a group that the script made itself, the second rank ends and the first asks for it."""
+    if dist.get_rank() == 1:
+        end_early()
+    dist.barrier()
+    return _ended(None)(1) if dist.get_rank() == 0 else None
+
+
+def test_a_rank_that_came_to_no_shard_of_a_group_of_its_own_is_named() -> None:
+    told = run_threads(2, hear_of_an_early_end)[0]
+    assert told is not None
+    assert told.startswith("rank 1 has ended, and others wait for it in `shard`")
+    assert was_in_shard()

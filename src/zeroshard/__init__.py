@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .launch.leaving import speak_at_the_end
+
 if TYPE_CHECKING:
     from .public import *  # noqa: F403
     from .public import __all__ as __all__
@@ -44,3 +46,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+speak_at_the_end()

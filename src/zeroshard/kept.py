@@ -135,4 +135,4 @@ class Kept(ABC):
         first call on SIGTERM no longer ends the process by itself.
         """
         runtime = self._open()
-        return bool(runtime.transport.max([float(Notice.given())])[0])
+        return bool(runtime.transport.max([float(Notice.given())], "run.preempted()")[0])

@@ -28,7 +28,7 @@ def global_norm(
     mine = [g for p, g in grads if transport is None or p.slot.split != "copy" or transport.rank == 0]
     parts = [_square(g) for g in mine if g.numel()] + squares
     total = float(torch.stack([s.to(parts[0].device, torch.float64) for s in parts]).sum()) if parts else 0.0
-    return math.sqrt(total if transport is None else transport.sum([total])[0])
+    return math.sqrt(total if transport is None else transport.sum([total], "the norm of the gradients")[0])
 
 
 def _square(grad: Tensor) -> Tensor:

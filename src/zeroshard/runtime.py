@@ -269,7 +269,7 @@ class Runtime:
         """Gradients that a nested backward added after their bucket had left: another round on all ranks."""
         buckets = self.gradients.buckets
         late = any(p.leaf.grad is not None for b in buckets for p in b.params)
-        if buckets and self.transport.max([float(late)])[0]:
+        if buckets and self.transport.max([float(late)], "the end of backward")[0]:
             self.gradients.finish()
 
     # ------------------------------------------------------------------ update

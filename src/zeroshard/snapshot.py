@@ -248,7 +248,7 @@ def snapshot_of(
     seats = list(seats_of(runtime))
     problem = untimely(runtime)
     # What training uses is quicker than what saves talk over, and this holds training up.
-    if runtime.transport.max([float(problem is not None)])[0]:
+    if runtime.transport.max([float(problem is not None)], "a save")[0]:
         refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))
     begun: Begun = {}
     if background:  # whoever copies a part waits for what the host has begun

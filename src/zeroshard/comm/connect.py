@@ -143,6 +143,16 @@ def _ended(group: dist.ProcessGroup | None) -> Callable[[int], str | None]:
     return lambda member: roll.ended(ranks[member])
 
 
+def was_in_shard() -> bool:
+    """Whether a transport between several ranks was ever asked for here: this rank's end is told then."""
+    return bool(_rolls)
+
+
+def end_early() -> None:
+    """This rank ends, and was in no `shard`: others may come to one, over the group that the script made."""
+    Roll(_this_attempt(), dist.get_rank()).close()
+
+
 def _shared_watch(group: dist.ProcessGroup | None, store: Store) -> Watch:
     """What all transports between these ranks share, as long as the group is the same."""
     rank, base = dist.get_rank(group), _get_default_store()

@@ -328,14 +328,14 @@ class GlooTransport(Transport):
     def barrier(self, what: str) -> None:
         self._letters(f"barrier '{what}'", b"")
 
-    def max(self, values: Sequence[float]) -> list[float]:
-        return self._fold("max", values)
+    def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
+        return self._fold("max", values, what)
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return self._fold("sum", values)
+    def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
+        return self._fold("sum", values, what)
 
-    def _fold(self, how: str, values: Sequence[float]) -> list[float]:
-        rows = self._letters(f"a small {how}", struct.pack(f"{len(values)}d", *values))
+    def _fold(self, how: str, values: Sequence[float], what: str) -> list[float]:
+        rows = self._letters(what, struct.pack(f"{len(values)}d", *values))
         return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
 
     def exchange(self, value: object) -> list[object]:

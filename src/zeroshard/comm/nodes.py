@@ -299,10 +299,10 @@ class NodesTransport(Transport):
     def _all(self, inside: list[Any]) -> list[Any]:
         return [item for node in cast("list[list[Any]]", self._outer.exchange(inside)) for item in node]
 
-    def max(self, values: Sequence[float]) -> list[float]:
-        return self._outer.max(self._inner.max(values))
+    def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
+        return self._outer.max(self._inner.max(values, what), what)
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         return fold(self._all(self._inner.exchange([float(value) for value in values])), "sum")
 
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:

@@ -284,15 +284,15 @@ class ShmTransport(Transport):
         with self.counters.waiting("barrier"):
             self._control.mail(f"barrier '{what}'", b"")
 
-    def max(self, values: Sequence[float]) -> list[float]:
-        return self._fold("max", values)
+    def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
+        return self._fold("max", values, what)
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return self._fold("sum", values)
+    def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
+        return self._fold("sum", values, what)
 
-    def _fold(self, how: str, values: Sequence[float]) -> list[float]:
+    def _fold(self, how: str, values: Sequence[float], what: str) -> list[float]:
         with self.counters.waiting("agree"):
-            rows = self._control.mail(f"a small {how}", struct.pack(f"{len(values)}d", *values))
+            rows = self._control.mail(what, struct.pack(f"{len(values)}d", *values))
         return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
 
     def exchange(self, value: object) -> list[object]:

@@ -92,7 +92,7 @@ class SimulatedTransport(LocalTransport):
         self._count_gather(kind, totals, source.mine.element_size())
         return Done()
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         return [float(value) * self.size for value in values]
 
     def exchange(self, value: object) -> list[object]:

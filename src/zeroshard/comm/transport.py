@@ -235,11 +235,11 @@ class Transport(ABC):
         """Block until every rank is at the barrier of the same name."""
 
     @abstractmethod
-    def max(self, values: Sequence[float]) -> list[float]:
-        """The element-wise maximum over all ranks."""
+    def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
+        """The element-wise maximum over all ranks. Messages about ranks that are elsewhere say `what`."""
 
     @abstractmethod
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         """The element-wise sum over all ranks, added in rank order."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zeroshard.errors import OptionError
+from zeroshard.launch.job import STARTED
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Below the ports that kernels hand out, above those that services use.
@@ -80,7 +81,7 @@ def _torchrun(environ: Mapping[str, str]) -> Announcement | _Incomplete | None:
     # Kubernetes operators name no local rank and start one process per host.
     alone = (rank, world) if address in _LOOPBACK else (0, 1)
     return Announcement(
-        source="torchrun",
+        source=_torchruns_like(environ),
         rank=rank,
         world=world,
         local_rank=_integer(environ, "LOCAL_RANK", alone[0]),
@@ -90,6 +91,13 @@ def _torchrun(environ: Mapping[str, str]) -> Announcement | _Incomplete | None:
         served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
+
+
+def _torchruns_like(environ: Mapping[str, str]) -> str:
+    """Who has set torchrun's variables."""
+    if environ.get(STARTED) == environ["MASTER_PORT"]:
+        return "zeroshard run"
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK and WORLD_SIZE"
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Announcement | _Incomplete | None:

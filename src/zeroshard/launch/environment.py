@@ -127,7 +127,7 @@ def meet(group: Announcement, device: torch.device, patience: timedelta) -> Stor
         if missing and waited >= patience.total_seconds():
             raise RankError(
                 f"{who} did not join within {patience.total_seconds():.0f} s. "
-                "They failed before `shard` or did not start: look at their output."
+                "They did not start, ended before `shard`, or are still on their way: look at their output."
             )
     return store
 

@@ -15,6 +15,8 @@ PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dyn
 
 # The environment variable by which ranks learn of `--resume`.
 RESUME = "ZEROSHARD_RESUME"
+# Says to a rank that `zeroshard run` has started it, by the port of its store: a launcher inside has another.
+STARTED = "ZEROSHARD_RUN"
 # The exit code of a run that was told to stop and saved first: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED = 75
 USAGE = 2
@@ -100,4 +102,5 @@ def rank_environment(job: Job, rank: int, address: str, port: int, attempt: int 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.restarts),
+        STARTED: str(port),
     }
