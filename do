@@ -121,7 +121,7 @@ lint() { "$VENV/bin/ruff" check .; }
 types() { "$VENV/bin/mypy"; }
 
 # Tests are shared out among sessions: whoever comes to a file first runs it.
-session() { "$PYTHON" -m pytest --share "$VENV/share" "$@"; }
+session() { "$PYTHON" -m pytest --share="$VENV/share" "$@"; }
 
 # Types, then the tests that start no processes, then what others have left.
 beside() {

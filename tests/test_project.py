@@ -167,7 +167,7 @@ def test_sessions_share_tests_out(tmp_path: Path) -> None:
         """
     folder = tmp_path / "share"
     folder.mkdir()
-    share = ("--share", str(folder))
+    share = (f"--share={folder}",)  # with a space pytest would take the folder for what to run
     assert "1 failed, 1 passed, 1 deselected" in inner_pytest(tmp_path, code, "-m", "ranks", *share)
     assert re.search(r"=+ 1 passed in", inner_pytest(tmp_path, code, *share))
     assert "no tests ran" in inner_pytest(tmp_path, code, *share)
