@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import models
@@ -187,6 +187,9 @@ def rank_by_rank(recipe: Recipe, world: int, precision: zs.Precision | None = No
         for name, p in model.named_parameters():
             if not any(fnmatchcase(name, pattern) for pattern in precision.keep):
                 p.data = p.data.to(getattr(torch, precision.compute))
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.forward = partial(_in_its_dtype, module, module.forward)
     loop = Loop(recipe, master, optimizers(recipe.optimizer, master))
     pairs = list(zip(master.parameters(), model.parameters(), strict=True))
 
@@ -214,6 +217,11 @@ def rank_by_rank(recipe: Recipe, world: int, precision: zs.Precision | None = No
     loop.train(backward)
     loop.told.weights = {name: p.detach().clone() for name, p in master.named_parameters()}
     return loop.told
+
+
+def _in_its_dtype(norm: nn.LayerNorm, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A norm that is kept in another dtype than that of its surroundings."""
+    return plain(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def _rounds(recipe: Recipe, step: int, world: int) -> Iterator[list[list[Tensor]]]:
