@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hard_case import STAGES, Trained, Training, compare, plain, sharded, train
+from hard_case import STAGES, Trained, Training, compare, plain, rows, sharded, train
 from offload_case import Case as Offloaded
 from offload_case import furthest, offloaded, parts
 from offload_case import plain as plainly
+from test_hard_params import Branches
 
 import zeroshard as zs
 from zeroshard.testing import assert_same_bits, ranks
@@ -114,6 +115,30 @@ def test_stages_agree(index: int) -> None:
             assert distance <= 1e-6, name
         else:
             assert_same_bits(over("nccl", stage, index).weights, over("nccl", 0, index).weights)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_units_that_only_one_rank_uses_are_handed_on_by_all(stage: int) -> None:
+    """Forward hands on what the host has updated unit by unit, in one order whatever a rank uses."""
+    first, second = ranks(2, "nccl").run(branches_on_host, stage, "nccl")
+    assert_same_bits(second, first)
+    assert_same_bits(first, ranks(2, "nccl").run(branches_on_host, stage, "gloo")[0])
+
+
+def branches_on_host(stage: Any, transport: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model, rank = Branches().cuda(), dist.get_rank()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    offload = zs.Offload(stage_bytes=2048)
+    run = zs.shard(model, optimizer, stage=stage, transport=transport, offload=offload, clip_norm=1e9)
+    for step in range(8):
+        batch = rows(step, rank, 4).float().cuda(), (step + rank) % 3
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert run.stats().updates["early"] > 2
+    run.close()
+    return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
 def test_ranks_that_use_different_units_of_one_size_are_found_out() -> None:

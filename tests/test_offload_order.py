@@ -10,14 +10,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from offload_case import batch, make_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard as zs
 from zeroshard import crew
 from zeroshard.checkpoint import PendingSave, read_manifest
 from zeroshard.checkpoint.staging import Image
 from zeroshard.crew import Crew
-from zeroshard.due import Job, next_of
+from zeroshard.due import Job, Staged, next_of
 from zeroshard.host import HostUpdates
 from zeroshard.native import adam_update
 from zeroshard.part import joined
@@ -139,6 +141,48 @@ def test_what_forward_asks_for_first_is_updated_first(monkeypatch: pytest.Monkey
     finally:
         gate.set()
         run.close()
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_forward_does_not_wait_for_updates_of_later_units(
+    stage: Any, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a transport that keeps one order: see [Note: in turn] in `supply`."""
+    if world > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    gate, began, opened, finish = threading.Event(), list[bool](), list[bool](), Crew._finish
+
+    def held_up(self: Crew, staged: Staged, weight: torch.Tensor) -> None:
+        def late() -> None:
+            opened.append(gate.wait(10))
+            finish(self, staged, weight)
+
+        last = staged.job.part.params[0].name.startswith("blocks.2.")
+        threading.Thread(target=late).start() if last else finish(self, staged, weight)
+
+    monkeypatch.setattr(Crew, "_finish", held_up)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = zs.shard(model, optimizer, stage=stage, offload=zs.Offload(), clip_norm=1e9)
+    try:
+        model.blocks[0].register_forward_hook(lambda *_: began.append(gate.is_set()))
+        model.blocks[1].register_forward_hook(lambda *_: gate.set())
+        for step in range(4):
+            loss = model(batch(step, 0))
+            gate.clear() if step >= 2 else gate.set()  # the first updates wait for their norm
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.stats().updates["early"] >= 2
+        assert began == [False, True, True, False]
+        assert all(opened)
+    finally:
+        gate.set()
+        run._runtime.close()
+        run._hooks.remove()
+        if world > 1:
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
