@@ -168,3 +168,19 @@ def test_a_split_master_on_the_device_has_the_bits_of_a_plain_one(
         plain_losses, plain_values = train(precision="bf16", **clipping)
     assert torch.equal(losses, plain_losses)
     assert furthest(values, plain_values) == 0.0
+
+
+@pytest.mark.parametrize("clipping", [{}, {"clip_norm": 2.0}], ids=str)
+def test_a_parameter_without_elements_rests_on_the_host_with_the_others(clipping: dict[str, Any]) -> None:
+    """Its address is that of any other without elements, whatever the device."""
+    model = nn.Linear(4, 4).cuda()
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, 3, device="cuda")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = zs.shard(model, optimizer, offload=zs.Offload(), **clipping)
+    for _ in range(3):
+        (model(torch.ones(2, 4, device="cuda")).sum() + model.empty.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert model.empty.is_cuda
+    assert model.empty.shape == (0, 3)

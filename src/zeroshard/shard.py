@@ -188,7 +188,8 @@ def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Par
     do."""
     original = tenant.parameter
     if faces.mesh is None:
-        if original.data_ptr() != local.data_ptr() or original.dtype != local.dtype or original.is_meta:
+        same = original.data_ptr() == local.data_ptr()  # of two without elements too, wherever they are
+        if not same or original.device != local.device or original.dtype != local.dtype or original.is_meta:
             original = _rebind(original, local)
         home = original
     else:
