@@ -170,3 +170,36 @@ def test_moments_that_a_codec_froze_stay_behind_where_none_does(tmp_path: Path) 
     frozen = {key for key in saved.held if key.endswith("_kept")}
     assert frozen
     assert_same_bits(half.held, {key: value for key, value in saved.held.items() if key not in frozen})
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}], ids=str)
+def test_a_run_goes_back_to_before_a_codec_froze_its_moments(tmp_path: Path, options: dict[str, Any]) -> None:
+    for once, again in ranks(2).run(there_and_back, tmp_path / "two", options):
+        assert_same_bits(again, once)
+
+
+def there_and_back(folder: Path, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
+    """A few steps that end with frozen moments, and the same ones again from a checkpoint of the second."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    codec = zs.TopK(0.1, warmup_steps=3, freeze=True)
+    run = zs.shard(model, optimizer, compress=codec, **options)
+    ended = list[dict[str, torch.Tensor]]()
+    for steps in (range(6), range(2, 6)):
+        for step in steps:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + run.rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                run.save(folder)
+        with run.gathered():
+            ended.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        state = optimizer.state_dict()["state"]
+        assert all("exp_avg_sq_kept" in kept for kept in state.values())
+        if len(ended) == 1:
+            run.load(folder)
+            assert not any("exp_avg_sq_kept" in kept for kept in optimizer.state_dict()["state"].values())
+    run.close()
+    return tuple(ended)

@@ -97,6 +97,7 @@ class Targets:
     fresh: list[tuple[Seat, str, Tensor]] = field(default_factory=list)  # made, and not attached yet
     stepped: list[Seat] = field(default_factory=list)  # get state
     empty: list[Seat] = field(default_factory=list)  # had no state when saved
+    thawed: list[Seat] = field(default_factory=list)  # keep second moments, and did not when saved
     coded: dict[int, Coded] = field(default_factory=dict)  # by id(part)
     groups: list[tuple[dict[str, Any], int, int]] = field(default_factory=list)  # and its place there
     private: list[Shares] = field(default_factory=list)
@@ -154,6 +155,9 @@ def _aim(targets: Targets, seat: Seat, entries: dict[str, Entry], manifest: Mani
     part = seat.part
     for key in [*stored, *(k for k, v in state.items() if k not in stored and isinstance(v, Tensor))]:
         entry, tensor = stored.get(key), state.get(key)
+        if entry is None and key == KEPT:
+            targets.thawed.append(seat)
+            continue
         if entry is not None and key == KEPT and not seat.freezes:
             kind = seat.kind(key)  # of a codec that this run has not: no row of it is wanted
             targets.held.append(Held(seat.param.name, kind, entry.shape, entry.dtype, (0, 0), _never, _never))
@@ -309,6 +313,8 @@ def _adopt_own(runtime: Runtime, model: nn.Module, own: Mapping[str, Any], same_
 def _adopt_state(targets: Targets, plain: Mapping[str, Any]) -> None:
     for seat, key, tensor in targets.fresh:
         seat.optimizer.state[seat.home][key] = tensor
+    for seat in targets.thawed:
+        del seat.state[KEPT]
     for seat in targets.stepped:
         found = plain.get(f"{seat.prefix}{seat.param.name}")
         if found and (seat.state or rows_suffice(seat.optimizer)):
