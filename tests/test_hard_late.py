@@ -173,3 +173,31 @@ def test_gradient_hooks_of_parameters_are_refused(register: str) -> None:
     said = r"`blocks.0.up.weight` has gradient hooks, which would not be called"
     with pytest.raises(zs.ModelError, match=said):
         zs.shard(model)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradient_hooks_of_parameters_are_refused_later_too(stage: int, world: int, register: str) -> None:
+    for said in (
+        ranks(world).run(hooked_late, stage, register) if world > 1 else [hooked_late(stage, register)]
+    ):
+        assert "`blocks.0.up.weight` has a gradient hook, registered after zs.shard()" in said
+
+
+def hooked_late(stage: Any, register: str) -> str:
+    """What is said at the forward after that, and nothing once the hook is gone."""
+    model, x = Stack(), torch.ones(2, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = zs.shard(model, optimizer, stage=stage)
+    for step in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            handle = getattr(model.blocks[0].up.weight, register)(lambda grad: None)
+            with pytest.raises(zs.StateError) as caught:
+                model(x)
+            handle.remove()
+    run.close()
+    return str(caught.value)

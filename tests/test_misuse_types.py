@@ -141,6 +141,7 @@ def test_keeping_true_checkpoints(run: zs.Run, tmp_path: Path) -> None:
     ({"limit": "1GiB", "micro_batches": True}, r"micro_batches=True must be a number of micro-batches"),
     ({"limit": "1GiB", "disk_path": 3}, r"disk_path: 3 is no path"),
     ({"limit": "1GiB", "loss": "mse"}, r"loss='mse' must be a function that makes the loss"),
+    ({"limit": "1GiB", "loss": torch.mean}, r"loss= without batch=: it is called with the model's output"),
     ({"limit": [1]}, r"limit=\[1\] is not a size"),
 ])  # fmt: skip
 def test_arguments_of_shard(given: dict[str, Any], said: str) -> None:

@@ -171,6 +171,8 @@ class Hooks:
 
         @_uncompiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if runtime.supply.stale:  # once a step
+                _refuse_gradient_hooks(runtime)
             together = runtime.sync and not runtime.pace.apart
             if runtime.buffers and together and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
@@ -329,6 +331,19 @@ class Hooks:
                 )
         with self._taken_off():
             return copy.deepcopy(module, memo)
+
+
+def _refuse_gradient_hooks(runtime: Runtime) -> None:
+    """Those that were there before `shard()` it has refused itself."""
+    ours = runtime.transport.size > 1 and runtime.faces.mesh is None  # see `_on_leaf`
+    for param in runtime.params:
+        home = param.home
+        if home._post_accumulate_grad_hooks or len(home._backward_hooks or ()) > ours:
+            raise StateError(
+                f"`{param.name}` has a gradient hook, registered after zs.shard(), which would not be "
+                "called: autograd sees other tensors. Remove it, and change gradients in the loop, between "
+                "backward() and step()."
+            )
 
 
 def _refuse_pickle(protocol: Any) -> Any:

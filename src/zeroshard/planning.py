@@ -139,6 +139,11 @@ def check_asked(wanted: dict[str, Any]) -> None:
     loss = wanted.get("loss")
     if loss is not None and not callable(loss):
         raise OptionError(f"loss={loss!r} must be a function that makes the loss of the model's output.")
+    if loss is not None and wanted.get("batch") is None:
+        raise OptionError(
+            "loss= without batch=: it is called with the model's output for an example of the inputs. Pass "
+            "one as batch=."
+        )
 
 
 @dataclass(frozen=True)
