@@ -104,8 +104,18 @@ class Loop:
 
     def close(self) -> None:
         if self.run is not None:
+            if self.case.offload == PLANNED:
+                self.check_plan(self.run.stats())
             self.run.close()
             self.run = None
+
+    @staticmethod
+    def check_plan(stats: zs.Stats) -> None:
+        """Of what lasts no more was there than planned. (Gathered units and activations may be more: events
+        keep the model whole, or evaluate.)"""
+        lasting = ("parameters", "gradients", "state", "buckets", "host", "disk")
+        over = {k: (stats.peak[k], stats.planned[k]) for k in lasting if stats.peak[k] > stats.planned[k]}
+        assert not over, f"bytes beyond the plan, actual and planned: {over}"
 
     def end(self) -> Trained:
         if self.leg.end < STEPS and self.run is not None:

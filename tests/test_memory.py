@@ -80,6 +80,16 @@ def test_the_heaviest_rank_and_the_imbalance() -> None:
     assert imbalance(Setup(units, Options(stage=0), 4)) == 0.0
 
 
+@pytest.mark.parametrize("split", ["rows", "level", "whole"])
+@pytest.mark.parametrize("world", [2, 3, 7, 16])
+def test_no_rank_is_heavier_than_the_heaviest(world: int, split: Any) -> None:
+    units = (Block("", weights([(13, 3), (5,), (), (64, 2), (1, 100), (0, 4), (9, 31), (10, 1)])),)
+    setup = Setup(units, Options(stage=3, split=split), world)
+    owned = [sum(s.held(r) for s in setup.slots.values() if s.split != "copy") for r in range(world)]
+    assert heaviest(setup).rank == owned.index(max(owned))
+    assert imbalance(setup) == pytest.approx(max(owned) * world / sum(owned) - 1)
+
+
 def test_a_trillion_parameters_on_ten_thousand_ranks_at_once() -> None:
     units = tower(25600, 190)
     assert sum(u.numel for u in units) > 0.99e12

@@ -334,7 +334,10 @@ class Run(Kept):
             live[kind] += more
             peak[kind] += more
         if self.size == 1:
-            grads = sum(p.home.grad.nbytes for p in runtime.params if p.home.grad is not None)
+            landed = runtime.host.landed if runtime.host is not None else set[str]()
+            grads = sum(
+                p.home.grad.nbytes for p in runtime.params if p.home.grad is not None and p.name not in landed
+            )
             live["gradients"] += grads
             peak["gradients"] = max(peak["gradients"], grads)
         return Stats(

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from .memory import Setup
 
+TRAINED = 4  # a trainable element takes so many times the bytes of one that is not: gradient, moments
+
 
 def heaviest(setup: Setup) -> Setup:
-    """The same, seen from the rank that owns most. Rows make that the first; whole tensors, the one that
-    was dealt most."""
-    load = Counter[int]()
-    for slot in setup.slots.values():
-        if slot.split == "whole":
-            load[slot.owner] += slot.numel
-    return replace(setup, rank=max(load, key=lambda rank: (load[rank], -rank))) if load else setup
+    """The same, seen from the rank that owns most; of several from the first."""
+    loads = _loads(setup, dict.fromkeys(setup.trainable, TRAINED))
+    return replace(setup, rank=max(loads, key=lambda rank: (loads[rank], -rank))) if loads else setup
 
 
 def imbalance(setup: Setup) -> float:
     """How much more than the mean the fullest rank owns: 0.01 is 1 %. Nothing where nothing is divided."""
-    divided = [slot for slot in setup.slots.values() if slot.split != "copy"]
-    total = sum(slot.numel for slot in divided)
-    if not total:
-        return 0.0
-    rank = heaviest(setup).rank
-    return sum(slot.held(rank) for slot in divided) * setup.world / total - 1.0
+    total = sum(slot.numel for slot in setup.slots.values() if slot.split != "copy")
+    return max(_loads(setup, {}).values()) * setup.world / total - 1.0 if total else 0.0
+
+
+def _loads(setup: Setup, factors: Mapping[str, int]) -> dict[int, int]:
+    """Elements of divided tensors that a rank owns, each times its tensor's factor: for the ranks that own
+    more or less than the one before."""
+    changes = Counter[int]()
+    for name, slot in setup.slots.items():
+        factor, before = factors.get(name, 1), 0
+        for rank in sorted({0, *slot.edges()}) if slot.split != "copy" else ():
+            if rank < setup.world:
+                held = slot.held(rank) * factor
+                changes[rank] += held - before
+                before = held
+    ranks = sorted(changes)
+    return dict(zip(ranks, accumulate(changes[rank] for rank in ranks), strict=True))
 
 
 def closed_form(numel: int, world: int, stage: int, width: int = 2, state: int = 12) -> float:

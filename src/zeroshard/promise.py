@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import errors
-from .blueprint import rules_of, weights_of
+from .blueprint import blocks_of, rules_of, weights_of
 from .comm import Transport
 from .config import Options
 from .errors import OptionError, PlanError, ZeroShardError
 from .machine import machine as find_machine
 from .measure import here, link_between
+from .memory import Setup
 from .plan import Plan
 from .planning import PlanKeys, Site, check_asked, check_nodes, inquiry_for, machine_of, take_asked
 from .pool import Ledger
@@ -88,13 +89,13 @@ class Wish:
         """The plan to keep to, shown by rank 0; None where nothing was asked. Every rank calls it."""
         if self.plan is not None:
             refuse_other(self.plan, model, optimizers, transport.size)
-            return Promise(self.plan, transport)
+            return Promise(self.plan, transport, _lasting(self.plan, model, optimizers, transport))
         if not self.asked:
             return None
         made = _agreed(self, model, optimizers, options, transport)
         if transport.rank == 0:
             made.show(Console(stderr=True, highlight=False), every=False)
-        return Promise(made, transport)
+        return Promise(made, transport, _lasting(made, model, optimizers, transport))
 
 
 def _agreed(
@@ -124,6 +125,20 @@ def _agreed(
     return Plan.from_json(answer["plan"])
 
 
+def _lasting(
+    plan: Plan, model: nn.Module, optimizers: list[Optimizer], transport: Transport
+) -> dict[str, int]:
+    """What lasts on this rank: the plan is of the one that owns most, though perhaps not of each kind."""
+    if transport.size == 1:
+        return plan.chosen.lasting
+    options = Options(**plan.options())
+    units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
+    world, rank = transport.size, transport.rank
+    setup = Setup(units, options, world, rules, rank, transport.overlaps, transport.staged)
+    placement = plan.chosen.placement
+    return asdict((setup if placement is None else setup.placed_as(placement)).held)
+
+
 def refuse_other(plan: Plan, model: nn.Module, optimizers: list[Optimizer], world: int) -> None:
     """A plan is carried out as it is, or not at all; the error lists what differs."""
     faults = [] if plan.ranks == world else [f"it is for {plan.ranks} ranks, and these are {world}"]
@@ -146,8 +161,8 @@ class Promise:
     """A plan that a run keeps to. `hold` before anything is allocated, `watch` from then on, `release` at
     the end."""
 
-    def __init__(self, plan: Plan, transport: Transport) -> None:
-        self.plan, self.options = plan, Options(**plan.options())
+    def __init__(self, plan: Plan, transport: Transport, lasting: dict[str, int]) -> None:
+        self.plan, self.options, self._lasting = plan, Options(**plan.options()), lasting
         self._rank, self._device = transport.rank, transport.device
         self._told: set[str] = set()
         self._before: float | None = None
@@ -250,7 +265,7 @@ class Promise:
         """Bytes by kind: lasting ones, and the activations and the whole device at the fullest moment."""
         chosen = self.plan.chosen
         moving = {"activations": chosen.kinds.get("activations", 0), "device": chosen.device}
-        return chosen.lasting | moving
+        return self._lasting | moving
 
     def complete(self, stats: Stats) -> Stats:
         """The figures of a run with those of its plan; on a GPU also what its allocator measured."""
@@ -264,8 +279,9 @@ class Promise:
     def watch(self, ledger: Ledger, stats: Callable[[], Stats]) -> None:
         """The run is built; what torch's optimizer will keep does not pass the ledger, and is set aside."""
         self._stats = stats
-        lasting = self.plan.chosen.lasting
-        self._cap(ledger, {kind: max(lasting[kind] - ledger.live[kind], 0) for kind in ("state", "host")})
+        self._cap(
+            ledger, {kind: max(self._lasting[kind] - ledger.live[kind], 0) for kind in ("state", "host")}
+        )
 
     def stepped(self) -> None:
         """After a step: say once for each kind that takes more than was planned."""
