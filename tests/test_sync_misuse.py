@@ -10,6 +10,7 @@ import torch
 import zeroshard as zs
 
 CHOICES = zs.Adaptive(choices=[zs.EveryStep(compress=zs.TopK(ratio=0.2)), zs.EveryStep()])
+APART = zs.Adaptive(choices=(zs.EveryStep(), zs.Local(steps=2)))
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,7 @@ CHOICES = zs.Adaptive(choices=[zs.EveryStep(compress=zs.TopK(ratio=0.2)), zs.Eve
         ({"stage": 0, "sync": zs.Delayed(), "transport": "nodes"}, "cross between nodes once for each. Pass"),
         ({"stage": 1, "sync": "delayed"}, "zs.Delayed()"),
         ({"sync": zs.Delayed(), "precision": "fp16"}, r'GradScaler divides .* Pass precision="bf16"'),
+        ({"stage": 0, "sync": APART, "precision": "fp16"}, r"Adaptive\(\) that has Local\(\) beside .* fp16"),
         ({"stage": 0, "sync": zs.Local(steps=4), "offload": zs.Offload()}, "offload"),
         ({"sync": zs.EveryStep(compress=zs.Int8())}, "is a choice of Adaptive"),
         ({"sync": CHOICES, "offload": zs.Offload()}, "one way to the host"),
@@ -96,9 +98,10 @@ def test_a_choice_of_policies_is_as_exact_as_the_least_exact(others: list[Any], 
     [
         ({"sync": zs.Delayed()}, r"sync=Delayed\(\).* Compute in bf16"),
         ({"sync": zs.Delayed(warmup_steps=3)}, r"sync=Delayed\(\).* Compute in bf16"),
+        ({"stage": 0, "sync": APART}, r"an Adaptive\(\) that has Local\(\).* Compute in bf16"),
         ({"offload": zs.Offload(), "clip_norm": 1.0}, r"offload= and clip_norm=.* clip_grad_norm_\(\)"),
     ],
-    ids=["delayed", "warm-up", "early"],
+    ids=["delayed", "warm-up", "apart", "early"],
 )
 @pytest.mark.parametrize(("fused", "unscales"), [(False, False), (False, True), (True, False), (True, True)])
 def test_a_grad_scaler_that_cannot_divide_is_refused(

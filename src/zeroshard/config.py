@@ -15,7 +15,7 @@ from .codec import Codec, Compression
 from .errors import OptionError, did_you_mean
 from .fields import check_fields
 from .offload import Offload
-from .policy import EveryStep, Sync, check_sync, codec_choices, delays, least_exact, local_steps
+from .policy import EveryStep, Sync, check_sync, codec_choices, delays, least_exact, local_steps, reunites
 from .policy import Numerics as Numerics
 from .routes import Routes, check_compress, check_gather, routes_of
 from .sizes import parse_bytes
@@ -151,11 +151,18 @@ class Options:
                 f"clip_norm={self.clip_norm!r} must be above zero (math.inf: measure the norm, clip nothing)."
             )
         check_sync(self.sync, self.stage)
-        if self.precision is not None and self.precision.compute == "float16" and delays(self.sync):
+        half = self.precision is not None and self.precision.compute == "float16"
+        if half and delays(self.sync):
             raise OptionError(
                 "sync=Delayed() and fp16 do not go together: a GradScaler divides by this step's scale, "
                 "and the gradient is that of the step before (in the first step there is none). Pass "
                 'precision="bf16", or drop Delayed().'
+            )
+        if half and reunites(self.sync):
+            raise OptionError(
+                "an Adaptive() that has Local() beside other choices does not go with fp16: ranks that train "
+                "apart come to different scales of a GradScaler, and then add their gradients up. Pass "
+                'precision="bf16", or drop Local().'
             )
         if self.offload is not None and local_steps(self.sync):
             raise OptionError(

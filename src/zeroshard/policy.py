@@ -230,6 +230,11 @@ def local_steps(sync: Sync) -> bool:
     return any(isinstance(choice, Local) for choice in choices_of(sync))
 
 
+def reunites(sync: Sync) -> bool:
+    """Whether ranks may take steps together after they have trained apart."""
+    return local_steps(sync) and not all(isinstance(choice, Local) for choice in choices_of(sync))
+
+
 def delays(sync: Sync) -> bool:
     """Whether gradients may be applied a step late."""
     return any(isinstance(choice, Delayed) for choice in choices_of(sync))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .config import Options
 from .errors import StateError
-from .policy import delays
+from .policy import delays, reunites
 from .shard import Faces
 
 SAYS_SO = "_step_supports_amp_scaling"  # the attribute by which an optimizer says it
@@ -25,6 +25,12 @@ def why_not(options: Options, early: bool) -> str | None:
         return (
             "a GradScaler does not go with sync=Delayed(): it divides by the scale of this step, and the "
             "gradient has that of the step before. Compute in bf16, which needs none, or drop Delayed()."
+        )
+    if reunites(options.sync):
+        return (
+            "a GradScaler does not go with an Adaptive() that has Local() beside other choices: ranks that "
+            "train apart come to different scales, and then add their gradients up. Compute in bf16, which "
+            "needs none, or drop Local()."
         )
     if early:
         return (
