@@ -185,6 +185,33 @@ def test_forward_does_not_wait_for_updates_of_later_units(
             dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("sync", [zs.EveryStep(), zs.Delayed()], ids=repr)
+def test_updates_that_begin_in_forward_come_after_those_before(
+    sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    waited, drain = list[int](), HostUpdates.drain
+
+    def counted(self: HostUpdates) -> None:
+        waited.append(step)
+        drain(self)
+
+    monkeypatch.setattr(HostUpdates, "drain", counted)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = zs.shard(model, optimizer, stage=2, offload=zs.Offload(), clip_norm=1e9, sync=sync)
+    try:
+        for step in range(4):
+            model(batch(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert waited == ([] if isinstance(sync, zs.EveryStep) else [0, 1, 2, 3])
+    finally:
+        run._runtime.close()
+        run._hooks.remove()
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_a_background_save_does_not_wait_for_updates_and_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Any

@@ -38,6 +38,7 @@ class HostUpdates:
         self.parts, self.crew = list(parts), crew
         self.clip_norm, self.undo = clip_norm, undo
         self.outlook = Outlook(clip_norm)
+        self.ahead = any(part.held is not None for part in self.parts)  # see [Note: a step ahead]
         self.counts = {"early": 0, "late": 0, "undone": 0}  # steps by how their updates ran
         # 8-bit moments cannot be taken back to their exact codes, nor AMSGrad's maximum to the one before, so
         # they wait for the norm.

@@ -5,6 +5,7 @@ ahead of use. `runtime` says when.
 this rank starts. So a unit is handed on when its own update on the host is done, and forward begins while
 later ones are under way. Stages 1 and 2 hand on all units in one order, each at the latest when forward needs
 it, and the rest when forward is over: before anything else is sent, and whichever units a rank has used.
+Where forward itself begins the next updates, a step ahead, those before are waited for first.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ class Supply:
         if self.stale:
             self.hand_on(updates)  # what a forward that was interrupted has left
             in_turn = in_turn and self._in_turn and not self._rewritten
-            if updates is not None and not in_turn:
-                updates.drain()
+            if updates is not None:
+                in_turn = in_turn and not updates.ahead
+                if not in_turn:
+                    updates.drain()
             for bundle in self._refreshed:
                 bundle.refresh(self._rewritten, self.repeats)
             self._rewritten = self.repeats = False
