@@ -121,7 +121,6 @@ class Runtime:
         if self._active == 0:
             self._caller.forget()
             if self._task is None:
-                self.supply.hand_on(self._host_updates)
                 self.supply.course.end(self.options.prefetch if self.supply.overlaps else 0)
 
     def recover(self) -> None:
@@ -154,7 +153,7 @@ class Runtime:
             for unit in self.supply.course.last[:-1]:
                 if unit is not self.units[0]:
                     unit.release()  # of a forward that no backward has followed yet: their room is wanted
-        self.supply.publish(self._host_updates, in_turn=True)
+        self.publish()
 
     def publish(self) -> None:
         """Let the peers have this rank's newest rows, if they changed."""
@@ -432,4 +431,4 @@ class Runtime:
     def adopt_units(self, units: list[LiveUnit]) -> None:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
-        self.supply.adopt(units)
+        self.supply.adopt(self.bundles)
