@@ -184,3 +184,17 @@ def test_a_parameter_without_elements_rests_on_the_host_with_the_others(clipping
     run.close()
     assert model.empty.is_cuda
     assert model.empty.shape == (0, 3)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_gradients_come_back_to_the_device_with_the_model(offload: str, precision: Any) -> None:
+    model = nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"offload": zs.Offload()} if offload == "host" else {}
+    run = zs.shard(model, optimizer, precision=precision, **options)
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    run.close()
+    assert model.weight.is_cuda
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0, device="cuda"))
+    optimizer.step()

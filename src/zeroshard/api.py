@@ -392,9 +392,9 @@ class Run(Kept):
             elif param.master is not None:
                 whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
             else:
+                grad, whole.grad = whole.grad, None
                 whole.data = whole.data.to(param.leaf.device, param.wide, copy=True)
-            if whole.grad is not None and whole.grad.dtype != whole.dtype:
-                whole.grad = whole.grad.to(whole.dtype)
+                whole.grad = None if grad is None else grad.to(whole.device, whole.dtype)
             successors[id(param.home)] = whole
             param.stand(whole)
         for update in runtime.updates:
