@@ -148,13 +148,14 @@ class Case:
             options["precision"] = zs.Precision(drawn.precision.compute, keep=kept_wide(self.flags))
         delayed = "Delayed" in str(options.get("sync"))
         early = drawn.updates_early and drawn.precision.compute != "float16"
+        reunited = "sync" in options and policy.reunites(options["sync"])
         return replace(
             drawn,
             flags=self.flags,
             opt=self.opt,
             sched=self.sched,
-            scaled=self.scaled
-            and not (delayed or early),  # a scaler must see gradients, and those of the step
+            # A scaler must see gradients, and those of the step, scaled alike on all ranks.
+            scaled=self.scaled and not (delayed or early or reunited),
             boom=(),
             no_sync=delayed or drawn.no_sync,
             options=tuple(options.items()),
