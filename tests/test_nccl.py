@@ -141,6 +141,39 @@ def branches_on_host(stage: Any, transport: Any) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("offload", [None, zs.Offload()], ids=["device", "host"])
+@pytest.mark.parametrize("split", ["rows", "whole"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_ranks_leave_out_the_step_in_which_one_overflows(stage: int, split: str, offload: Any) -> None:
+    """Where gradients rest on the host, torch's scaler copies its numbers there."""
+    first, second = ranks(2, "nccl").run(overflowing, stage, split, offload)
+    assert first[0] == second[0] == [64.0, 32.0, 32.0, 32.0, 32.0, 32.0]
+    assert_same_bits(second[1], first[1])
+    elsewhere = ranks(2, "nccl").run(overflowing, stage, split, None)[0]
+    assert furthest(first[1], elsewhere[1])[0] <= 1e-6
+
+
+def overflowing(stage: Any, split: Any, offload: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loss scale after each step, and the weights."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 5), torch.nn.Linear(5, 1)]
+    model, scales = torch.nn.Sequential(*layers).cuda(), list[float]()
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=0.1)
+    run = zs.shard(model, optimizer, stage=stage, split=split, offload=offload, precision="fp16")
+    scaler = torch.amp.GradScaler("cuda", init_scale=64.0, growth_interval=1000)
+    for step in range(6):
+        loss = model(rows(step, run.rank, 6).float().cuda()).float().sum()
+        scaler.scale(loss * torch.inf if (step, run.rank) == (1, 0) else loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    run.close()
+    return scales, {name: value.cpu() for name, value in model.state_dict().items()}
+
+
 def test_ranks_that_use_different_units_of_one_size_are_found_out() -> None:
     """NCCL would give each of them rows of both, without a word."""
     began = time.monotonic()
