@@ -153,14 +153,14 @@ class Life:
 
     def train(self, first: int, end: int, look: bool = False) -> None:
         for step in range(first, end):
-            self.switch(step)
             self.backward(step)
             self.update()
+            self.switch(step + 1)
             for what in self.case.looks if look else ():
                 self.look(what, step)
 
     def switch(self, step: int) -> None:
-        """An adaptive policy that found another link."""
+        """An adaptive policy that found another link, in the step before this one."""
         pace: Any = self.run._runtime.pace
         if hasattr(pace, "_switch") and step in (2, 5):
             pace._switch((1 + step) % len(pace.paces) if step == 5 else 1, "the benchmark asks for it")
