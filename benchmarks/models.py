@@ -217,6 +217,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("gpt-27m", 2, 128, GPTShape(vocab=4096, context=256, width=512, heads=8, depth=8)),
+        Workload("gpt-27m-128", 1, 128, GPTShape(vocab=4096, context=256, width=512, heads=8, depth=8)),
         Workload("gpt-27m-64", 1, 64, GPTShape(vocab=4096, context=256, width=512, heads=8, depth=8)),
         Workload("gpt-124m", 1, 64, GPTShape(vocab=50257, context=1024, width=768, heads=12, depth=12)),
         Workload("small-2000", 32, 1, width=16, depth=100),
