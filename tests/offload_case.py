@@ -25,15 +25,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zeroshard as zs
-from zeroshard import build, crew, place
-from zeroshard.balance import heaviest
-from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.config import Options
-from zeroshard.host import HostUpdates
-from zeroshard.memory import Setup, demands_of
+from zeroshard.count.balance import heaviest
+from zeroshard.count.memory import Setup, demands_of
+from zeroshard.host import crew, place
+from zeroshard.host.part import Part
+from zeroshard.host.updates import HostUpdates
+from zeroshard.life.param import Bundle
 from zeroshard.native import split
-from zeroshard.param import Bundle
-from zeroshard.part import Part
+from zeroshard.planning.blueprint import blocks_of, rules_of
+from zeroshard.run import build
 from zeroshard.testing import assert_same_bits, ranks
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 41, 8, 20, 33

@@ -23,9 +23,9 @@ from recipes import Loop, Recipe, loss_of, optimizers
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard import crew as host_updates
 from zeroshard.checkpoint import PendingSave, Saved
 from zeroshard.checkpoint.staging import Image
+from zeroshard.host import crew as host_updates
 from zeroshard.native import adam_update
 from zeroshard.sync import AdaptivePace
 

@@ -18,7 +18,7 @@ from checkpoint_ranks import ThreadPeers, all_good, blank, held, load_as, model,
 
 from zeroshard.checkpoint import Alone, Held, PendingSave, Saved, Saver, Snapshot, latest, load
 from zeroshard.errors import CheckpointError
-from zeroshard.guard import Guarded
+from zeroshard.life.guard import Guarded
 
 pytestmark = pytest.mark.threads
 

@@ -31,7 +31,7 @@ from zeroshard.codec import (
     from_settings,
     topk,
 )
-from zeroshard.coding import sizes_of
+from zeroshard.count.coding import sizes_of
 from zeroshard.errors import OptionError
 from zeroshard.routes import routes_of
 

@@ -9,9 +9,9 @@ from codec_case import normal, send
 from torch import Tensor
 
 from zeroshard.codec import Int8, LowRank, OneBit, Rows, TopK
-from zeroshard.coding import Way, bodies_of, sizes_of, wire_bytes
+from zeroshard.count.coding import Way, bodies_of, sizes_of, wire_bytes
+from zeroshard.count.layout import FlatPack, Pack, Split, slots_for
 from zeroshard.errors import OptionError
-from zeroshard.layout import FlatPack, Pack, Split, slots_for
 
 
 # -- the wire

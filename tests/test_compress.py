@@ -16,8 +16,8 @@ from recipes import Recipe, on_ranks
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.life.published import ChangedRows
 from zeroshard.native import loader
-from zeroshard.published import ChangedRows
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import zeroshard as zs
 from zeroshard.config import Options
 from zeroshard.errors import OptionError
-from zeroshard.plan import from_plain, settings_of
+from zeroshard.planning.plan import from_plain, settings_of
 from zeroshard.routes import check_patterns, routes_of
 from zeroshard.testing import assert_same_bits, ranks
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import zeroshard as zs
-from zeroshard import build
+from zeroshard.life.step import WIDEN_BYTES
 from zeroshard.native import halves, join, split
-from zeroshard.step import WIDEN_BYTES
+from zeroshard.run import build
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 STEPS = 12

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.crew import Crew
+from zeroshard.host.crew import Crew
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zeroshard as zs
-from zeroshard import face
+from zeroshard.life import face
 from zeroshard.testing import run_threads
 
 WORLD = 2

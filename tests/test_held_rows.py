@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard import timeline
-from zeroshard.blueprint import blocks_of, rules_of
-from zeroshard.bucket import held
-from zeroshard.bucket.held import HeldRows, shares_of
 from zeroshard.comm import Span, sum_spans
 from zeroshard.comm.sums import sum_pieces
 from zeroshard.config import Options
-from zeroshard.layout import FlatPack, Pack, slots_for
-from zeroshard.memory import Setup
+from zeroshard.count import timeline
+from zeroshard.count.layout import FlatPack, Pack, slots_for
+from zeroshard.count.memory import Setup
+from zeroshard.life.bucket import held
+from zeroshard.life.bucket.held import HeldRows, shares_of
 from zeroshard.native import loader
+from zeroshard.planning.blueprint import blocks_of, rules_of
 from zeroshard.testing import assert_same_bits, ranks
 
 WAYS = ("copied", "held", "let go")
@@ -60,7 +60,7 @@ def train(way: str, stage: int, transport: str) -> dict[str, Tensor]:
 
 
 def compare(cases: list[tuple[int, str]]) -> None:
-    from zeroshard.bucket import plain
+    from zeroshard.life.bucket import plain
 
     before = held.HELD_BYTES, plain.HeldRows
     plain.HeldRows = Counted  # type: ignore[misc]

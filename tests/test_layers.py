@@ -12,69 +12,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 
-# Low to high. A module imports only from rows above its own; beside itself only where `BESIDE` allows it.
-# `__init__` is the public face: what stands below it in this table sees ZeroShard as a user does.
-LEVELS: tuple[tuple[str, ...], ...] = (
+# The house, low to high: files and folders of the package. One imports only from rows above its own; beside
+# itself only in the row of options. `__init__` is the public face: what stands below it in this table sees
+# ZeroShard as a user does.
+HOUSE: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("native",),
-    (
-        "fields",
-        "sizes",
-        "policy",
-        "offload",
-        "config",
-        "layout",
-        "placement",
-        "shapes",
-        "division",
-        "lending",
-        "meeting",
-        "memory",
-        "timeline",
-        "plan",
-        "codec",
-        "routes",
-        "coding",
-        "wires",
-        "balance",
-        "stats",
-        "pool",
-        "outlook",
-        "guard",
-        "spans",
-        "units",
-    ),
-    (
-        "machine",
-        "crossing",
-        "question",
-        "planner",
-        "pricing",
-        "choice",
-        "trace",
-        "widening",
-        "meter",
-        "traffic",
-        "fused",
-        "recurrent",
-        "frames",
-        "page",
-    ),
+    ("fields", "sizes", "policy", "offload", "codec", "routes", "config", "machine", "stats"),
+    ("count",),
     ("tier",),
     ("comm",),
-    ("face", "shard", "agree", "whole", "norm", "landing", "private", "bucket", "published", "moments"),
-    ("param", "grad", "step"),
-    ("sync",),
-    ("form", "state", "saved"),
-    ("part", "eligible", "unfit", "blueprint", "scaling"),
-    ("live", "due"),
-    ("crew",),
-    ("host",),
-    ("place", "wiring", "supply"),
-    ("runtime",),
-    ("build", "hooks", "checkpoint", "planning", "measure", "net"),
-    ("launch",),
-    ("snapshot", "resume", "keeper", "kept", "resting", "promise", "admission", "search"),
+    ("life",),
+    ("sync", "host"),
+    ("planning", "checkpoint", "net"),
+    ("launch", "search", "page"),
+    ("run",),
     ("api",),
     ("public",),
     ("__init__",),
@@ -82,46 +34,88 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-LEVEL = {name: number for number, row in enumerate(LEVELS) for name in row}
-# Rows whose members may use one another, in one direction: a cycle is found all the same.
-BESIDE = {LEVEL[name] for name in ("config", "machine", "shard", "snapshot", "testing")}
-
-NO_TORCH = {
-    "errors",
-    "fields",
-    "sizes",
-    "offload",
-    "layout",
-    "placement",
-    "shapes",
-    "division",
-    "lending",
-    "meeting",
-    "memory",
-    "timeline",
-    "config",
-    "plan",
-    "machine",
-    "crossing",
-    "question",
-    "planner",
-    "pricing",
-    "choice",
-    "frames",
-    "page",
+# The same inside of folders that have floors: rows low to high, and nothing beside itself.
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "count": (
+        ("layout", "placement"),
+        ("shapes", "lending", "coding"),
+        ("wires",),
+        ("division",),
+        ("meeting", "crossing"),
+        ("memory",),
+        ("timeline", "balance"),
+    ),
+    "life": (
+        ("guard", "face", "units"),
+        ("private", "shard"),
+        ("bucket", "published"),
+        ("moments",),
+        ("param", "grad", "step"),
+        ("saved",),
+    ),
+    "host": (
+        ("form", "landing", "outlook"),
+        ("part", "eligible"),
+        ("due",),
+        ("crew",),
+        ("updates",),
+        ("place",),
+    ),
+    "planning": (
+        ("plan", "pricing", "fused", "recurrent", "widening", "blueprint", "unfit"),
+        ("traffic", "question"),
+        ("meter", "measure", "planner"),
+        ("trace", "choice", "frames"),
+        ("answer",),
+        ("promise",),
+    ),
+    "run": (
+        ("spans", "agree", "whole", "norm", "scaling", "state"),
+        ("live",),
+        ("supply", "wiring"),
+        ("runtime",),
+        ("build", "hooks", "snapshot"),
+        ("resume",),
+        ("keeper",),
+        ("kept", "resting", "admission"),
+    ),
 }
-DISTRIBUTED = {"comm", "face", "shard", "launch", "testing"}
+
+
+def leveled(rows: tuple[tuple[str, ...], ...], folder: str = "") -> dict[str, int]:
+    """The row of every name."""
+    return {folder + name: number for number, row in enumerate(rows) for name in row}
+
+
+LEVEL = leveled(HOUSE)
+FLOOR = {name: at for folder, rows in FLOORS.items() for name, at in leveled(rows, f"{folder}.").items()}
+# The row whose members may use one another, in one direction: a cycle is found all the same.
+BESIDE = LEVEL["config"]
+
+# What counts and plans works without torch: a plan for 10,000 ranks is made on a laptop in a second.
+NO_TORCH = {
+    *("errors", "fields", "sizes", "offload", "config", "machine", "page"),
+    *(f"count.{name}" for row in FLOORS["count"] for name in row),
+    *(f"planning.{name}" for name in ("plan", "pricing", "question", "planner", "choice", "frames")),
+}
+DISTRIBUTED = {"comm", "life.face", "life.shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
-HOOKED = {"hooks", "trace"}  # a trace hooks fake tensors only, which end with it
+HOOKED = {"run.hooks", "planning.trace"}  # a trace hooks fake tensors only, which end with it
 HOOKS = re.compile(r"_?register_\w*hook\w*")
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc"}
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 450, 80, 10
 
 
 def module_of(path: Path) -> str:
-    """The module of the table that a file belongs to: `comm` for `comm/shm.py`."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """Whose a file is, as the tables name it: `comm` for `comm/shm.py`, `life.param` for `life/param.py`."""
+    return named([part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts])
+
+
+def named(parts: list[str]) -> str:
+    """The name in the tables of what a dotted name leads to."""
+    floor = len(parts) > 1 and parts[0] in FLOORS and parts[1] != "__init__"
+    return f"{parts[0]}.{parts[1]}" if floor else parts[0]
 
 
 def sources() -> list[Path]:
@@ -149,12 +143,12 @@ def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[ast.AS
 
 
 def inner(names: Iterator[tuple[ast.AST, str]]) -> set[str]:
-    """The modules of the table that are imported; `zeroshard` and its public names count as `__init__`."""
+    """The names of the tables that are imported; `zeroshard` and its public names count as `__init__`."""
     found = set()
     for _, name in names:
         parts = name.split(".")
         if parts[0] == "zeroshard":
-            found.add(parts[1] if len(parts) > 1 and is_module(parts[1]) else "__init__")
+            found.add(named(parts[1:]) if len(parts) > 1 and is_module(parts[1]) else "__init__")
     return found
 
 
@@ -166,10 +160,17 @@ def is_module(name: str) -> bool:
 def direction_faults(module: str, imported: set[str]) -> list[str]:
     """Imports that point up, or sideways where they must not."""
     faults = []
-    for other in sorted(name for name in imported - {module} if name in LEVEL):
-        if LEVEL[other] > LEVEL[module]:
+    folder = module.partition(".")[0]
+    for other in sorted(imported - {module}):
+        if other.partition(".")[0] != folder:
+            mine, theirs, beside = LEVEL[folder], LEVEL[other.partition(".")[0]], BESIDE
+        elif other in FLOOR and module in FLOOR:
+            mine, theirs, beside = FLOOR[module], FLOOR[other], None
+        else:
+            continue
+        if theirs > mine:
             faults.append(f"{module} imports {other}, which stands above it")
-        elif LEVEL[other] == LEVEL[module] and LEVEL[module] not in BESIDE:
+        elif theirs == mine != beside:
             faults.append(f"{module} imports {other}, which stands beside it")
     return faults
 
@@ -243,8 +244,8 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_keeps_its_place_and_its_size(path: Path) -> None:
     module, text = module_of(path), path.read_text(encoding="utf-8")
-    assert module in LEVEL, (
-        f"{module} has no level: add it to LEVELS in tests/test_layers.py and to DESIGN.md"
+    assert module in (FLOOR if "." in module else LEVEL), (
+        f"{module} has no place: add it to HOUSE or FLOORS in tests/test_layers.py and to DESIGN.md"
     )
     tree = ast.parse(text)
     package = package_of(path)
@@ -256,9 +257,9 @@ def test_a_file_keeps_its_place_and_its_size(path: Path) -> None:
 def test_modules_form_no_cycle() -> None:
     graph: dict[str, set[str]] = {}
     for path in sources():
-        module = module_of(path)
+        module = module_of(path).partition(".")[0]
         imported = inner(imports(ast.parse(path.read_text(encoding="utf-8")), package_of(path)))
-        graph.setdefault(module, set()).update(imported - {module})
+        graph.setdefault(module, set()).update({name.partition(".")[0] for name in imported} - {module})
     assert len(graph) > 5
     assert not cycle(graph)
 
@@ -276,51 +277,64 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("module", "code", "fault"),
     [
-        ("param", "from .grad import Bucket", "param imports grad, which stands beside it"),
-        ("step", "from zeroshard import grad", "step imports grad, which stands beside it"),
-        ("layout", "import zeroshard.comm", "layout imports comm, which stands above it"),
+        ("life.param", "from .grad import Bucket", "life.param imports life.grad, which stands beside it"),
         (
-            "runtime",
-            "def f():\n    from zeroshard.api import shard",
-            "runtime imports api, which stands above it",
+            "life.step",
+            "from zeroshard.life import grad",
+            "life.step imports life.grad, which stands beside it",
         ),
+        ("life.shard", "from .moments import x", "life.shard imports life.moments, which stands above it"),
+        ("count.layout", "import zeroshard.comm", "count.layout imports comm, which stands above it"),
+        (
+            "run.runtime",
+            "def f():\n    from zeroshard.api import shard",
+            "run.runtime imports api, which stands above it",
+        ),
+        ("sync", "from zeroshard.host.part import Part", "sync imports host.part, which stands beside it"),
         ("api", "import zeroshard as zs", "api imports __init__, which stands above it"),
-        ("plan", "from .config import Options", None),
+        ("planning.plan", "from zeroshard.config import Options", None),
+        ("life.step", "from .moments import x", None),
+        ("config", "from zeroshard.codec import Codec", None),
         ("cli", "import zeroshard as zs", None),
     ],
 )
 def test_the_direction_check_sees(module: str, code: str, fault: str | None) -> None:
-    faults = direction_faults(module, inner(imports(ast.parse(code), ("zeroshard",))))
+    package = ("zeroshard", *module.split(".")[:-1])
+    faults = direction_faults(module, inner(imports(ast.parse(code), package)))
     assert faults == ([fault] if fault else [])
 
 
 @pytest.mark.parametrize(
     ("module", "code", "fault"),
     [
-        ("layout", "import torch", "layout imports torch; it must work without torch"),
+        ("count.layout", "import torch", "count.layout imports torch; it must work without torch"),
         (
-            "planner",
+            "planning.planner",
             "def f():\n    from torch import nn",
-            "planner imports torch.nn; it must work without torch",
+            "planning.planner imports torch.nn; it must work without torch",
         ),
         (
-            "grad",
+            "life.grad",
             "import torch.distributed as dist",
-            "grad imports torch.distributed; torch.distributed belongs",
+            "life.grad imports torch.distributed; torch.distributed belongs",
         ),
         (
-            "grad",
+            "life.grad",
             "from torch import distributed",
-            "grad imports torch.distributed; torch.distributed belongs",
+            "life.grad imports torch.distributed; torch.distributed belongs",
         ),
-        ("grad", "import torch\ntorch.distributed.barrier()", "grad uses torch.distributed"),
-        ("runtime", "leaf.register_hook(f)", "runtime uses register_hook; registration belongs into hooks"),
+        ("life.grad", "import torch\ntorch.distributed.barrier()", "life.grad uses torch.distributed"),
+        (
+            "run.runtime",
+            "leaf.register_hook(f)",
+            "run.runtime uses register_hook; registration belongs into hooks",
+        ),
         (
             "api",
             "m.register_full_backward_pre_hook(f)",
             "api uses register_full_backward_pre_hook; registration",
         ),
-        ("hooks", "leaf.register_post_accumulate_grad_hook(f)", None),
+        ("run.hooks", "leaf.register_post_accumulate_grad_hook(f)", None),
         ("comm", "from torch.distributed import TCPStore", None),
         (
             "checkpoint",

@@ -12,7 +12,7 @@ from math import prod
 import pytest
 import torch
 
-from zeroshard.layout import ALIGN, Pack, Slot, Split, aligned, buckets, slots_for
+from zeroshard.count.layout import ALIGN, Pack, Slot, Split, aligned, buckets, slots_for
 
 WORLDS = (1, 2, 3, 4, 7, 64)
 

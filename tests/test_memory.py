@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.balance import closed_form, heaviest, imbalance
-from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.config import Options
-from zeroshard.layout import FlatPack, Pack
-from zeroshard.memory import Setup, buffers_of, gathered
-from zeroshard.shapes import Block, Weight
+from zeroshard.count.balance import closed_form, heaviest, imbalance
+from zeroshard.count.layout import FlatPack, Pack
+from zeroshard.count.memory import Setup, buffers_of, gathered
+from zeroshard.count.shapes import Block, Weight
+from zeroshard.planning.blueprint import blocks_of, rules_of
 from zeroshard.testing import ranks
 
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.comm.topology import by_count, by_host
-from zeroshard.memory import Setup, buffers_of
+from zeroshard.count.memory import Setup, buffers_of
+from zeroshard.planning.blueprint import blocks_of, rules_of
 from zeroshard.testing import assert_bytes, assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks

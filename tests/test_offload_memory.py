@@ -15,10 +15,10 @@ from offload_case import Case, Trained, batch, furthest, make_model, offloaded, 
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard import snapshot
-from zeroshard.blueprint import blocks_of, rules_of
-from zeroshard.layout import aligned
-from zeroshard.memory import Setup, buffers_of
+from zeroshard.count.layout import aligned
+from zeroshard.count.memory import Setup, buffers_of
+from zeroshard.planning.blueprint import blocks_of, rules_of
+from zeroshard.run import snapshot
 from zeroshard.testing import ranks
 from zeroshard.tier import arena, pinned
 

@@ -18,8 +18,8 @@ import torch
 from offload_case import batch, make_model
 
 import zeroshard as zs
-from zeroshard import crew
 from zeroshard.errors import ModelError, OptionError, StateError, TierError
+from zeroshard.host import crew
 from zeroshard.testing import ranks
 from zeroshard.tier import Copies
 

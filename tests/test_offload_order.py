@@ -15,15 +15,15 @@ from offload_case import batch, make_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard as zs
-from zeroshard import crew
 from zeroshard.checkpoint import PendingSave, read_manifest
 from zeroshard.checkpoint.staging import Image
-from zeroshard.crew import Crew
-from zeroshard.due import Job, Staged, next_of
-from zeroshard.host import HostUpdates
+from zeroshard.host import crew
+from zeroshard.host.crew import Crew
+from zeroshard.host.due import Job, Staged, next_of
+from zeroshard.host.part import joined
+from zeroshard.host.updates import HostUpdates
 from zeroshard.native import adam_update
-from zeroshard.part import joined
-from zeroshard.snapshot import host_parts
+from zeroshard.run.snapshot import host_parts
 
 
 class _Mark:

@@ -11,7 +11,7 @@ import torch
 from offload_case import make_model, thirds
 
 import zeroshard as zs
-from zeroshard.placement import RESTS, Budget, Buffering, Bytes, Demand, Wish, arrange
+from zeroshard.count.placement import RESTS, Budget, Buffering, Bytes, Demand, Wish, arrange
 
 
 def units(count: int, state: int = 12, weight: int = 2) -> list[Demand]:

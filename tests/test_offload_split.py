@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard import config
-from zeroshard import step as step_module
-from zeroshard.blueprint import blocks_of, rules_of
+from zeroshard.count.memory import Setup
+from zeroshard.count.placement import Place, Placement
+from zeroshard.count.timeline import IN_FLIGHT, step_moments
 from zeroshard.errors import OptionError
-from zeroshard.memory import Setup
-from zeroshard.placement import Place, Placement
+from zeroshard.life import step as step_module
+from zeroshard.planning.blueprint import blocks_of, rules_of
 from zeroshard.testing import PeakBytes, assert_same_bits, ranks
-from zeroshard.timeline import IN_FLIGHT, step_moments
 
 SHORT = Case(steps=24)  # three spikes, so that clipping is active
 SPLIT = zs.Offload(optimizer="device", master="split")
@@ -254,7 +254,7 @@ def test_a_step_joins_one_chunk_at_a_time() -> None:
     assert 2 * chunk <= peak.most <= 2 * chunk + each
     assert run.stats().live["state"] == 32 * 64 * 64 * (2 + 8)
     setup = Setup(units, run.options, 1, rules)
-    with patch("zeroshard.timeline.WIDEN_BYTES", chunk):
+    with patch("zeroshard.count.timeline.WIDEN_BYTES", chunk):
         assert step_moments(setup, ())[-1].kinds["update"] == 2 * chunk
     assert setup.held.state == run.stats().live["state"]
     run.close()

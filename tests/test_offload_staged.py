@@ -12,7 +12,7 @@ from offload_case import Case, Trained, offloaded, parts
 
 from zeroshard import api
 from zeroshard.comm import NcclTransport
-from zeroshard.param import Bundle
+from zeroshard.life.param import Bundle
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks

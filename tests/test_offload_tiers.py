@@ -12,7 +12,7 @@ import pytest
 from offload_case import Case, Trained, furthest, parts, plain_once, thirds, trained
 
 import zeroshard as zs
-from zeroshard import memory
+from zeroshard.count import memory
 from zeroshard.testing import assert_same_bits
 from zeroshard.tier import streaming
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard import cli, measure
-from zeroshard.blueprint import rules_of
+from zeroshard import cli
 from zeroshard.machine import GPUS, machine
-from zeroshard.planner import all_candidates
-from zeroshard.planning import inquire
+from zeroshard.planning import measure
+from zeroshard.planning.answer import inquire
+from zeroshard.planning.blueprint import rules_of
+from zeroshard.planning.planner import all_candidates
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "planning.md"
 SCRIPT = """

@@ -17,10 +17,10 @@ from plan_case import case, measured_step
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.choice import choose
 from zeroshard.errors import OptionError
-from zeroshard.planning import inquire
-from zeroshard.promise import divided
+from zeroshard.planning.answer import inquire
+from zeroshard.planning.choice import choose
+from zeroshard.planning.promise import divided
 from zeroshard.testing import assert_bytes, ranks
 
 STEPS = 20

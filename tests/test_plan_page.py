@@ -14,9 +14,9 @@ import torch
 
 import zeroshard as zs
 from zeroshard import cli
+from zeroshard.count.timeline import KINDS
 from zeroshard.page import page
-from zeroshard.planning import Inquiry, inquire
-from zeroshard.timeline import KINDS
+from zeroshard.planning.answer import Inquiry, inquire
 
 
 def asked() -> Inquiry:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from plan_case import CASES, case, measured_step
 
 import zeroshard as zs
-from zeroshard.blueprint import blocks_of, rules_of
+from zeroshard.count.layout import Slot, slots_for
+from zeroshard.count.memory import Setup, buffers_of
 from zeroshard.errors import OptionError
-from zeroshard.layout import Slot, slots_for
-from zeroshard.memory import Setup, buffers_of
-from zeroshard.plan import options_of
+from zeroshard.planning.blueprint import blocks_of, rules_of
+from zeroshard.planning.plan import options_of
 from zeroshard.testing import assert_bytes, ranks
 
 LASTING = ("parameters", "gradients", "state", "gathered", "buckets", "host", "staging", "disk")

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard as zs
-from zeroshard.blueprint import blocks_of, rules_of
-from zeroshard.layout import Slot
-from zeroshard.memory import Setup, buffers_of
-from zeroshard.shard import Faces
-from zeroshard.timeline import step_moments
+from zeroshard.count.layout import Slot
+from zeroshard.count.memory import Setup, buffers_of
+from zeroshard.count.timeline import step_moments
+from zeroshard.life.shard import Faces
+from zeroshard.planning.blueprint import blocks_of, rules_of
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from zeroshard.blueprint import blocks_of, rules_of
-from zeroshard.choice import choose
 from zeroshard.config import Options
-from zeroshard.crossing import Sent, sent_by_rank
+from zeroshard.count.crossing import Sent, sent_by_rank
+from zeroshard.count.memory import Setup
+from zeroshard.count.timeline import Segment, peak_of, step_moments
 from zeroshard.errors import OptionError
-from zeroshard.frames import moments_of
 from zeroshard.machine import GPUS, machine
-from zeroshard.memory import Setup
-from zeroshard.plan import Plan
-from zeroshard.planning import tokens
-from zeroshard.question import Question
+from zeroshard.planning.answer import tokens
+from zeroshard.planning.blueprint import blocks_of, rules_of
+from zeroshard.planning.choice import choose
+from zeroshard.planning.frames import moments_of
+from zeroshard.planning.plan import Plan
+from zeroshard.planning.question import Question
+from zeroshard.planning.trace import Inputs, Tracer
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
-from zeroshard.timeline import Segment, peak_of, step_moments
-from zeroshard.trace import Inputs, Tracer
 
 GIB = 2**30
 

@@ -8,13 +8,13 @@ import pytest
 from test_planner import question
 
 import zeroshard as zs
-from zeroshard import pricing
+from zeroshard.count.timeline import Segment
 from zeroshard.machine import machine
-from zeroshard.plan import Candidate
-from zeroshard.planner import price
-from zeroshard.pricing import HOOKED, SENT, STEPPED
-from zeroshard.question import Question
-from zeroshard.timeline import Segment
+from zeroshard.planning import pricing
+from zeroshard.planning.plan import Candidate
+from zeroshard.planning.planner import price
+from zeroshard.planning.pricing import HOOKED, SENT, STEPPED
+from zeroshard.planning.question import Question
 
 
 def test_python_holds_up_the_pass_that_it_is_slow_in() -> None:

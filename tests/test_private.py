@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.grad import Gradients
-from zeroshard.layout import FlatPack, Pack, slots_for
-from zeroshard.private import Private, in_wire
+from zeroshard.count.layout import FlatPack, Pack, slots_for
+from zeroshard.life.grad import Gradients
+from zeroshard.life.private import Private, in_wire
 from zeroshard.testing import ranks
 
 SHAPES = [("a", (5, 3)), ("b", (7,)), ("c", ()), ("d", (2, 2))]

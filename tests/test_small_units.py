@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.blueprint import blocks_of, rules_of
 from zeroshard.config import Options
-from zeroshard.crossing import sent_by_rank
-from zeroshard.lending import SMALL_BYTES, SMALL_COUNT, SMALL_ROOM, small_units
-from zeroshard.memory import Setup, buffers_of
+from zeroshard.count.crossing import sent_by_rank
+from zeroshard.count.lending import SMALL_BYTES, SMALL_COUNT, SMALL_ROOM, small_units
+from zeroshard.count.memory import Setup, buffers_of
+from zeroshard.planning.blueprint import blocks_of, rules_of
 from zeroshard.testing import assert_bytes, assert_same_bits, ranks
 
 WIDTH, WIDE = 8, 64

@@ -14,7 +14,7 @@ from test_hard_params import Branches, by_step, squared
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.param import Bundle
+from zeroshard.life.param import Bundle
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks

@@ -9,7 +9,7 @@ import torch
 
 from zeroshard.comm import NcclTransport, Targets, in_wire
 from zeroshard.comm.targets import totals_of
-from zeroshard.layout import Pack, Split, slots_for
+from zeroshard.count.layout import Pack, Split, slots_for
 
 WORLDS = (1, 2, 3, 7, 16, 300)
 SHAPES: list[tuple[int, ...]] = [

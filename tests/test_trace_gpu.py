@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from zeroshard.count.timeline import Segment
 from zeroshard.machine import machine
-from zeroshard.planner import PARTLY_FILLED, price
-from zeroshard.planning import inquire
-from zeroshard.pricing import HOOKED, RECOMPUTED
-from zeroshard.recurrent import Shape
-from zeroshard.timeline import Segment
-from zeroshard.trace import Inputs, Tracer
-from zeroshard.traffic import BESIDE, Traffic
+from zeroshard.planning.answer import inquire
+from zeroshard.planning.planner import PARTLY_FILLED, price
+from zeroshard.planning.pricing import HOOKED, RECOMPUTED
+from zeroshard.planning.recurrent import Shape
+from zeroshard.planning.trace import Inputs, Tracer
+from zeroshard.planning.traffic import BESIDE, Traffic
 
 ROWS, LENGTH, WIDTH, HEADS = 2, 16, 32, 4
 ONE = ROWS * LENGTH * WIDTH * 2  # bytes of an activation in bf16

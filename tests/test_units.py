@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.units import find_units, matching
+from zeroshard.life.units import find_units, matching
 
 
 class Block(nn.Module):

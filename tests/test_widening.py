@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.planning.widening import Widening
 from zeroshard.testing import assert_same_bits
-from zeroshard.widening import Widening
 
 
 class Scale(nn.Module):

@@ -27,9 +27,9 @@ from llama import LM, SIZES, VOCAB, Block  # noqa: E402
 from peak_blocks import PeakBlocks  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
-from zeroshard.measure import here  # noqa: E402
-from zeroshard.planner import all_candidates  # noqa: E402
-from zeroshard.planning import inquire  # noqa: E402
+from zeroshard.planning.answer import inquire  # noqa: E402
+from zeroshard.planning.measure import here  # noqa: E402
+from zeroshard.planning.planner import all_candidates  # noqa: E402
 from zeroshard.testing import PeakBytes  # noqa: E402
 
 # Far above all norms here. Near its limit updates wait for the norm, which no plan foresees.

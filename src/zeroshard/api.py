@@ -12,28 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import agree
-from .admission import device_of, refuse_misuse
-from .build import Builder, Init
 from .checkpoint import Alone, Peers
 from .comm import NodesTransport, Transport, connect
 from .comm.talk import Talk
 from .config import Options
+from .count.placement import Placement
 from .errors import StateError
 from .fields import check_flag
-from .hooks import Hooks
-from .keeper import Keeper
-from .kept import Kept
 from .launch.environment import join
-from .placement import Placement
-from .plan import Plan
-from .promise import Promise, ShardKeys, Wish
-from .resting import resting
-from .runtime import Runtime
-from .shard import Faces, Param, mesh_over, names_of
-from .state import give_back
+from .life.shard import Faces, Param, mesh_over, names_of
+from .life.units import called_by, matching
+from .planning.plan import Plan
+from .planning.promise import Promise, ShardKeys, Wish
+from .run import agree
+from .run.admission import device_of, refuse_misuse
+from .run.build import Builder, Init
+from .run.hooks import Hooks
+from .run.keeper import Keeper
+from .run.kept import Kept
+from .run.resting import resting
+from .run.runtime import Runtime
+from .run.state import give_back
 from .stats import Stats
-from .units import called_by, matching
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,8 +16,8 @@ from .errors import (
 )
 from .launch.job import PREEMPTED
 from .offload import Offload
-from .plan import Plan
-from .planning import plan
+from .planning.answer import plan
+from .planning.plan import Plan
 from .policy import Adaptive, Delayed, EveryStep, Local, Nesterov
 from .stats import Stats
 

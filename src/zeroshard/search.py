@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .choice import choose, fitting, refusal, smallest
 from .errors import OptionError, PlanError
-from .plan import Plan
-from .planner import all_candidates
-from .planning import Inquiry, PlanKeys, inquire, tokens
-from .question import Question
+from .planning.answer import Inquiry, PlanKeys, inquire, tokens
+from .planning.choice import choose, fitting, refusal, smallest
+from .planning.plan import Plan
+from .planning.planner import all_candidates
+from .planning.question import Question
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 MOST_ROWS, MOST_RANKS, MOST_SIZE = 2**20, 2**16, 2**16

@@ -8,15 +8,15 @@ Who is imported by whom: `elements`, `wording`, `plainjson`, `disk`, `progress` 
 `verifying`, `exporting` → `staging`, `background`, `distcp`, `sources`.
 """
 
-from zeroshard.checkpoint.background import PendingSave, Saver
-from zeroshard.checkpoint.exporting import Exported, export
-from zeroshard.checkpoint.loading import load
-from zeroshard.checkpoint.manifest import Manifest, read_manifest
-from zeroshard.checkpoint.records import Alone, Held, Loaded, Peers, Saved, Snapshot
-from zeroshard.checkpoint.saving import save
-from zeroshard.checkpoint.shelf import clean, latest
-from zeroshard.checkpoint.sources import import_weights
-from zeroshard.checkpoint.verifying import Report, verify
+from .background import PendingSave, Saver
+from .exporting import Exported, export
+from .loading import load
+from .manifest import Manifest, read_manifest
+from .records import Alone, Held, Loaded, Peers, Saved, Snapshot
+from .saving import save
+from .shelf import clean, latest
+from .sources import import_weights
+from .verifying import Report, verify
 
 __all__ = [
     "Alone",

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zeroshard.checkpoint.records import Peers
-from zeroshard.checkpoint.wording import os_error
 from zeroshard.errors import CheckpointError
+
+from .records import Peers
+from .wording import os_error
 
 
 class AgreedError(CheckpointError):

@@ -7,13 +7,14 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.records import Peers, Saved, Snapshot
-from zeroshard.checkpoint.saving import Drawn, Job
-from zeroshard.checkpoint.staging import Staging
-from zeroshard.checkpoint.turns import beside
 from zeroshard.errors import CheckpointError, OptionError, ZeroShardError
-from zeroshard.guard import Guarded
+from zeroshard.life.guard import Guarded
+
+from .progress import Progress
+from .records import Peers, Saved, Snapshot
+from .saving import Drawn, Job
+from .staging import Staging
+from .turns import beside
 
 log = logging.getLogger("zeroshard")
 

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import torch
 
-from zeroshard.checkpoint import disk
-from zeroshard.checkpoint.wording import os_error
 from zeroshard.errors import CheckpointError
 from zeroshard.native import crc32
+
+from . import disk
+from .wording import os_error
 
 # Bytes that are summed and moved before the next: less than a core's second-level cache.
 PIECE = 512 << 10

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.checkpoint.elements import as_bytes, byte_view
-from zeroshard.checkpoint.records import CHUNK
 from zeroshard.tier.pinned import pinned
+
+from .elements import as_bytes, byte_view
+from .records import CHUNK
 
 
 class Bridge:

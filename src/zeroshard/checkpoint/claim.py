@@ -31,10 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint import disk
-from zeroshard.checkpoint.manifest import NAME, RANK_FILE
-from zeroshard.checkpoint.wording import os_error, some
 from zeroshard.errors import CheckpointError
+
+from . import disk
+from .manifest import NAME, RANK_FILE
+from .wording import os_error, some
 
 OWNER = "owner.json"
 REPLACED = "replaced"

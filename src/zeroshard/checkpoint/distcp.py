@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.blocks import read_into
-from zeroshard.checkpoint.elements import dtype_name
-from zeroshard.checkpoint.tensorfile import open_regular
-from zeroshard.checkpoint.wording import os_error, quoted
 from zeroshard.errors import CheckpointError
+
+from .blocks import read_into
+from .elements import dtype_name
+from .tensorfile import open_regular
+from .wording import os_error, quoted
 
 METADATA = ".metadata"
 _LIMIT = 256 << 20

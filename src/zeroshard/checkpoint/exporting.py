@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.checkpoint import claim, disk
-from zeroshard.checkpoint.elements import DTYPE, SIZE, as_bytes
-from zeroshard.checkpoint.manifest import Entry
-from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.tensorfile import TensorFileWriter, header_of
-from zeroshard.checkpoint.wording import os_error
+from zeroshard.count.layout import buckets
 from zeroshard.errors import CheckpointError
-from zeroshard.layout import buckets
 from zeroshard.sizes import show_apart
+
+from . import claim, disk
+from .elements import DTYPE, SIZE, as_bytes
+from .manifest import Entry
+from .reader import Reader
+from .tensorfile import TensorFileWriter, header_of
+from .wording import os_error
 
 SHARD = 5_000_000_000  # bytes: what Hugging Face libraries cut at
 INDEX = "model.safetensors.index.json"

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint import shelf
-from zeroshard.checkpoint.agree import AgreedError, together
-from zeroshard.checkpoint.elements import DTYPE, convertible
-from zeroshard.checkpoint.manifest import Entry, Manifest, Span, read_manifest
-from zeroshard.checkpoint.ranges import overlaps
-from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.records import Held, Loaded, Peers, Snapshot, optional, slot
-from zeroshard.checkpoint.values import unpack
-from zeroshard.checkpoint.wording import quoted, some
 from zeroshard.errors import CheckpointError
+
+from . import shelf
+from .agree import AgreedError, together
+from .elements import DTYPE, convertible
+from .manifest import Entry, Manifest, Span, read_manifest
+from .ranges import overlaps
+from .reader import Reader
+from .records import Held, Loaded, Peers, Snapshot, optional, slot
+from .values import unpack
+from .wording import quoted, some
 
 _TOLD = 1000  # differences that one rank tells the others: more would drown the message anyway
 

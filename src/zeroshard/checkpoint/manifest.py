@@ -16,15 +16,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.blocks import read_into
-from zeroshard.checkpoint.elements import SIZE, height, row_bytes
-from zeroshard.checkpoint.plainjson import dump, parse
-from zeroshard.checkpoint.ranges import block_rows
-from zeroshard.checkpoint.records import slot
-from zeroshard.checkpoint.tensorfile import open_regular
-from zeroshard.checkpoint.turns import gently
-from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
+
+from .blocks import read_into
+from .elements import SIZE, height, row_bytes
+from .plainjson import dump, parse
+from .ranges import block_rows
+from .records import slot
+from .tensorfile import open_regular
+from .turns import gently
+from .wording import quoted
 
 NAME = "manifest.json"
 FORMAT = "zeroshard-checkpoint"

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from zeroshard.checkpoint.elements import SIZE, height, row_bytes
-from zeroshard.checkpoint.records import slot
-from zeroshard.checkpoint.turns import gently
-from zeroshard.checkpoint.wording import quoted, some
 from zeroshard.errors import CheckpointError
+
+from .elements import SIZE, height, row_bytes
+from .records import slot
+from .turns import gently
+from .wording import quoted, some
 
 # Bytes: rows that several ranks hold are divided among them above this, and go to one of them below.
 SHARE = 1 << 20

@@ -10,17 +10,18 @@ from types import TracebackType
 
 import torch
 
-from zeroshard.checkpoint.blocks import Lanes, read_block, read_into
-from zeroshard.checkpoint.elements import DTYPE, byte_view
-from zeroshard.checkpoint.manifest import Entry, Manifest, Span, read_manifest
-from zeroshard.checkpoint.ranges import block_rows, overlaps
-from zeroshard.checkpoint.records import CHUNK
-from zeroshard.checkpoint.shelf import tensors_of
-from zeroshard.checkpoint.tensorfile import open_regular, parse_header, read_header_bytes
-from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
 from zeroshard.native import crc32
 from zeroshard.sizes import show_apart
+
+from .blocks import Lanes, read_block, read_into
+from .elements import DTYPE, byte_view
+from .manifest import Entry, Manifest, Span, read_manifest
+from .ranges import block_rows, overlaps
+from .records import CHUNK
+from .shelf import tensors_of
+from .tensorfile import open_regular, parse_header, read_header_bytes
+from .wording import quoted
 
 _MOST_OPEN = 16
 

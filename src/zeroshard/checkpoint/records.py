@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroshard.checkpoint.elements import dtype_name, height, row_bytes
-from zeroshard.guard import Guarded
+from zeroshard.life.guard import Guarded
+
+from .elements import dtype_name, height, row_bytes
 
 # Bytes that move at once: what bounds memory while saving and loading (or one row, where a row is more).
 CHUNK = 16 << 20

@@ -18,22 +18,23 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint import claim, disk, sheets, shelf
-from zeroshard.checkpoint.agree import AgreedError, on_first, together
-from zeroshard.checkpoint.blocks import Lanes
-from zeroshard.checkpoint.elements import as_bytes, height, row_bytes
-from zeroshard.checkpoint.manifest import NAME, Entry, Head, Manifest, RankFile, Span, encode
-from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.ranges import Described, Task, assign, check_description, merge
-from zeroshard.checkpoint.records import Held, Peers, Saved, Snapshot, slot
-from zeroshard.checkpoint.sheets import Sheet, chunks, sheets_of
-from zeroshard.checkpoint.staging import Image, Staging
-from zeroshard.checkpoint.tensorfile import TensorFileWriter
-from zeroshard.checkpoint.turns import gently
-from zeroshard.checkpoint.values import joined, pack
-from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
 from zeroshard.sizes import show_apart
+
+from . import claim, disk, sheets, shelf
+from .agree import AgreedError, on_first, together
+from .blocks import Lanes
+from .elements import as_bytes, height, row_bytes
+from .manifest import NAME, Entry, Head, Manifest, RankFile, Span, encode
+from .progress import Progress
+from .ranges import Described, Task, assign, check_description, merge
+from .records import Held, Peers, Saved, Snapshot, slot
+from .sheets import Sheet, chunks, sheets_of
+from .staging import Image, Staging
+from .tensorfile import TensorFileWriter
+from .turns import gently
+from .values import joined, pack
+from .wording import quoted
 
 _VISIBLE = 5.0  # seconds
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.checkpoint.elements import SIZE
-from zeroshard.checkpoint.ranges import Task, block_rows, into_files
-from zeroshard.checkpoint.records import CHUNK, Held
-from zeroshard.checkpoint.tensorfile import Spot, header_of
-from zeroshard.checkpoint.turns import gently
-from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
+
+from .elements import SIZE
+from .ranges import Task, block_rows, into_files
+from .records import CHUNK, Held
+from .tensorfile import Spot, header_of
+from .turns import gently
+from .wording import quoted
 
 BLOCK = 4 << 20  # bytes that share a checksum: small enough that reading part of a span reads little more
 FILE_LIMIT = 4 << 30  # bytes of one rank file

@@ -9,11 +9,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.checkpoint import claim
-from zeroshard.checkpoint.manifest import NAME, Head, Manifest, read_head, read_manifest
-from zeroshard.checkpoint.wording import quoted, some
 from zeroshard.errors import CheckpointError
 from zeroshard.fields import path_text
+
+from . import claim
+from .manifest import NAME, Head, Manifest, read_head, read_manifest
+from .wording import quoted, some
 
 
 @dataclass(frozen=True)

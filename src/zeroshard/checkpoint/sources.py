@@ -17,22 +17,17 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint import distcp
-from zeroshard.checkpoint.blocks import read_into
-from zeroshard.checkpoint.elements import DTYPE, byte_view, dtype_name, height
-from zeroshard.checkpoint.manifest import NAME
-from zeroshard.checkpoint.plainjson import parse
-from zeroshard.checkpoint.records import Alone, Held, Saved, Snapshot
-from zeroshard.checkpoint.saving import save
-from zeroshard.checkpoint.tensorfile import (
-    HEADER_LIMIT,
-    Spot,
-    open_regular,
-    parse_header,
-    read_header_bytes,
-)
-from zeroshard.checkpoint.wording import quoted, some
 from zeroshard.errors import CheckpointError
+
+from . import distcp
+from .blocks import read_into
+from .elements import DTYPE, byte_view, dtype_name, height
+from .manifest import NAME
+from .plainjson import parse
+from .records import Alone, Held, Saved, Snapshot
+from .saving import save
+from .tensorfile import HEADER_LIMIT, Spot, open_regular, parse_header, read_header_bytes
+from .wording import quoted, some
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint import disk
-from zeroshard.checkpoint.blocks import Lanes
-from zeroshard.checkpoint.bridge import Bridge
-from zeroshard.checkpoint.elements import byte_view
-from zeroshard.checkpoint.progress import Progress
-from zeroshard.checkpoint.records import Held
-from zeroshard.checkpoint.sheets import Sheet, chunks
-from zeroshard.checkpoint.turns import gently
-from zeroshard.checkpoint.wording import os_error
 from zeroshard.native import allocate, copy_crc32
+
+from . import disk
+from .blocks import Lanes
+from .bridge import Bridge
+from .elements import byte_view
+from .progress import Progress
+from .records import Held
+from .sheets import Sheet, chunks
+from .turns import gently
+from .wording import os_error
 
 
 class Image:

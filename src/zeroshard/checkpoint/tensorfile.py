@@ -18,14 +18,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint import disk
-from zeroshard.checkpoint.blocks import Lanes, read_into, write_at, write_block
-from zeroshard.checkpoint.elements import CODE, NAME_OF_CODE, SIZE
-from zeroshard.checkpoint.plainjson import parse
-from zeroshard.checkpoint.turns import gently
-from zeroshard.checkpoint.wording import os_error, quoted
 from zeroshard.errors import CheckpointError
 from zeroshard.native import crc32
+
+from . import disk
+from .blocks import Lanes, read_into, write_at, write_block
+from .elements import CODE, NAME_OF_CODE, SIZE
+from .plainjson import parse
+from .turns import gently
+from .wording import os_error, quoted
 
 # Bytes: a header is read whole, so a claim of more is refused before anything is allocated.
 HEADER_LIMIT = 64 << 20

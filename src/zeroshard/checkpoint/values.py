@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.records import Held
-from zeroshard.checkpoint.wording import quoted
 from zeroshard.errors import CheckpointError
+
+from .records import Held
+from .wording import quoted
 
 DEEPEST = 64  # levels of nesting: no honest value needs more, and recursion stays far from Python's limit
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.checkpoint import shelf
-from zeroshard.checkpoint.manifest import NAME, read_manifest
-from zeroshard.checkpoint.reader import Reader
 from zeroshard.errors import CheckpointError
+
+from . import shelf
+from .manifest import NAME, read_manifest
+from .reader import Reader
 
 _MOST = 1000  # problems listed
 

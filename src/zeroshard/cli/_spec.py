@@ -150,7 +150,7 @@ def _configured(text: str) -> Callable[[Mapping[str, Any]], Any]:
         with torch.device("meta"):
             if importlib.util.find_spec("transformers") is not None:
                 return _by_transformers(config | dict(values), str(path))
-            from zeroshard.cli._architecture import build
+            from ._architecture import build
 
             return build(config | dict(values), str(path))
 

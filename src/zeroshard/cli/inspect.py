@@ -68,7 +68,7 @@ def _facts(manifest: Manifest, path: str, console: Any) -> None:
 def _options(saved: Any) -> str:
     """The options that are not as they are by default."""
     from zeroshard.config import Options
-    from zeroshard.plan import settings_of
+    from zeroshard.planning.plan import settings_of
 
     if not isinstance(saved, dict):
         return ""
@@ -137,7 +137,7 @@ def _printable(text: str) -> str:
 
 
 def _compare(manifest: Manifest, factory: str, console: Any) -> int:
-    from zeroshard.cli._model import build, differences
+    from ._model import build, differences
 
     lines = differences(manifest, build(factory))
     for line in lines:

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from zeroshard.measure import disk_rate, here
+    from zeroshard.planning.measure import disk_rate, here
 
     try:
         device = torch.device(arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))

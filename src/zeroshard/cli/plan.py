@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.errors import OptionError, PlanError
 
 if TYPE_CHECKING:
-    from zeroshard.cli._spec import Spec
     from zeroshard.machine import Machine
-    from zeroshard.plan import Plan
+    from zeroshard.planning.plan import Plan
+
+    from ._spec import Spec
 
 
 # Keyword arguments of `zs.plan` that the command line has under another name.
@@ -93,8 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> int:
-    from zeroshard.cli._spec import Spec, values_of
-    from zeroshard.planning import inquire
+    from zeroshard.planning.answer import inquire
+
+    from ._spec import Spec, values_of
 
     spec, values, asked = Spec(arguments.spec), values_of(arguments.set), _asked(arguments)
     notes: list[str] = []

@@ -19,11 +19,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.codec import gpu
-from zeroshard.codec.base import RESIDUALS, Codec, Residual, check, check_residual, padded, wide_residual
 from zeroshard.errors import OptionError
 from zeroshard.fields import check_fields
 from zeroshard.native.codes import Blocks
+
+from . import gpu
+from .base import RESIDUALS, Codec, Residual, check, check_residual, padded, wide_residual
 
 NAN = 0x7FC0  # the bits of a bf16 scale that says: not all finite
 MAGNITUDE = 0x7FFFFFFF

@@ -8,12 +8,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from zeroshard.codec import gpu
-from zeroshard.codec.base import Codec, check, padded
 from zeroshard.fields import check_fields
 from zeroshard.native import accumulate, cast
 from zeroshard.native.codes import spread
 from zeroshard.policy import Numerics
+
+from . import gpu
+from .base import Codec, check, padded
 
 Half = Literal["bfloat16", "float16"]
 

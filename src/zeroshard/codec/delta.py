@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from zeroshard.codec.base import Codec
-from zeroshard.codec.integers import Int4
 from zeroshard.errors import OptionError
 from zeroshard.policy import Numerics
+
+from .base import Codec
+from .integers import Int4
 
 
 @dataclass(frozen=True)

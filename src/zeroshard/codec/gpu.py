@@ -74,7 +74,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
     """The kernels, tried once; None where torch has to do their work."""
 
     def load() -> ModuleType:
-        from zeroshard.codec import gpu_kernels
+        from . import gpu_kernels
 
         return gpu_kernels
 

@@ -22,8 +22,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.blocks import HUGE, MAGNITUDE, NAN, Blocked, Run, pack, unpack, wide
 from zeroshard.policy import Numerics
+
+from .blocks import HUGE, MAGNITUDE, NAN, Blocked, Run, pack, unpack, wide
 
 _TINY = 27 << 23  # the bits of 2**-100
 

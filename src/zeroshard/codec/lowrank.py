@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import Compression
 from zeroshard.errors import OptionError
 from zeroshard.fields import check_fields
 from zeroshard.policy import Numerics
+
+from .base import Compression
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import Codec, check_freeze, check_steps, check_warmup
-from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
 from zeroshard.policy import Numerics
+
+from .base import Codec, check_freeze, check_steps, check_warmup
+from .blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import Compression
 from zeroshard.errors import OptionError
 from zeroshard.native.codes import touched
 from zeroshard.policy import Numerics
+
+from .base import Compression
 
 _KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEAD = 24

@@ -12,10 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, wide
 from zeroshard.errors import OptionError
 from zeroshard.native.codes import Blocks
 from zeroshard.policy import Numerics
+
+from .blocks import NAN, Blocked, Run, mean_scale, wide
 
 # In units of the block's mean magnitude: what a value becomes, and from where on it does. Short, so that
 # their product with a bf16 scale is exact.

@@ -10,7 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.base import (
+from zeroshard.errors import OptionError
+from zeroshard.fields import check_fields
+from zeroshard.native.codes import largest
+from zeroshard.policy import Numerics
+
+from .base import (
     RESIDUALS,
     Codec,
     Residual,
@@ -22,11 +27,7 @@ from zeroshard.codec.base import (
     padded,
     wide_residual,
 )
-from zeroshard.codec.blocks import MAGNITUDE
-from zeroshard.errors import OptionError
-from zeroshard.fields import check_fields
-from zeroshard.native.codes import largest
-from zeroshard.policy import Numerics
+from .blocks import MAGNITUDE
 
 _INFINITE = 255 << 23  # the bits of infinity
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.codec.blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
 from zeroshard.policy import Numerics
+
+from .blocks import NAN, Blocked, Run, mean_scale, pack, unpack, wide
 
 # In units of the block's mean magnitude: what small and large values become, and where the border is. For
 # normally distributed values four levels at equal distances are best about there. All are so short that

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from zeroshard.count.layout import aligned
 from zeroshard.errors import OptionError
-from zeroshard.layout import aligned
 
 from . import failure
 from .gloo import GlooTransport

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zeroshard.layout import Band, ByRank, Pack
+from zeroshard.count.layout import Band, ByRank, Pack
 
 from .transport import Cuts
 

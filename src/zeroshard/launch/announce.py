@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zeroshard.errors import OptionError
-from zeroshard.launch.job import STARTED
+
+from .job import STARTED
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Below the ports that kernels hand out, above those that services use.

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import OptionError, RankError
-from zeroshard.launch import announce
-from zeroshard.launch.announce import Announcement
-from zeroshard.launch.job import RESUME
-from zeroshard.launch.outcome import rank_list
+
+from . import announce
+from .announce import Announcement
+from .job import RESUME
+from .outcome import rank_list
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from zeroshard.errors import OptionError
-from zeroshard.launch.announce import Announcement, announced
+
+from .announce import Announcement, announced
 
 __all__ = ["speak_at_the_end", "tell_own_end"]
 
@@ -70,7 +71,8 @@ def tell_own_end(group: Announcement) -> None:
     import torch.distributed as dist
 
     from zeroshard.comm.connect import end_early, was_in_shard
-    from zeroshard.launch.environment import tell_end
+
+    from .environment import tell_end
 
     try:
         if was_in_shard():

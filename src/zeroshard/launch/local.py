@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import OptionError
-from zeroshard.launch.environment import tell_end
-from zeroshard.launch.job import Job, rank_environment, shared_environment
-from zeroshard.launch.outcome import Result, signal_name
-from zeroshard.launch.output import Screen
-from zeroshard.launch.prctl import adopt_orphans
-from zeroshard.launch.rank import Seat, become
-from zeroshard.launch.restart import Restarts
-from zeroshard.launch.watch import SIGNALS, Member, Watch
+
+from .environment import tell_end
+from .job import Job, rank_environment, shared_environment
+from .outcome import Result, signal_name
+from .output import Screen
+from .prctl import adopt_orphans
+from .rank import Seat, become
+from .restart import Restarts
+from .watch import SIGNALS, Member, Watch
 
 if TYPE_CHECKING:
     from torch.distributed import Store

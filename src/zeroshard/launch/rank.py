@@ -20,9 +20,9 @@ import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
-from zeroshard.launch.job import Job
-from zeroshard.launch.outcome import Report
-from zeroshard.launch.prctl import die_with_parent, name_process
+from .job import Job
+from .outcome import Report
+from .prctl import die_with_parent, name_process
 
 # Asks a rank where it is. Only `--timeout` sends it.
 STACKS = signal.SIGUSR2

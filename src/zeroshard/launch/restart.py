@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zeroshard.launch.job import PREEMPTED, USAGE, Job
-from zeroshard.launch.outcome import Ending, Result
-from zeroshard.launch.output import Screen
+from .job import PREEMPTED, USAGE, Job
+from .outcome import Ending, Result
+from .output import Screen
 
 # Errors that another attempt would meet again. Where data, disks and peers have a part in it, none is sure.
 _SURE = ("OptionError", "ModelError", "PlanError", "SyntaxError", "IndentationError", "ModuleNotFoundError")

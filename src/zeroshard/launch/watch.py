@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zeroshard.launch.job import PREEMPTED, Job
-from zeroshard.launch.outcome import (
+from .job import PREEMPTED, Job
+from .outcome import (
     Ending,
     Report,
     Result,
@@ -25,9 +25,9 @@ from zeroshard.launch.outcome import (
     signal_name,
     summary,
 )
-from zeroshard.launch.output import Relay, Screen, filed, prefixed
-from zeroshard.launch.prctl import children
-from zeroshard.launch.rank import STACKS
+from .output import Relay, Screen, filed, prefixed
+from .prctl import children
+from .rank import STACKS
 
 SIGNALS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 TIMED_OUT = 124

@@ -5,21 +5,15 @@ one update out among threads in C. They are compiled with the package; without a
 same bits and one line says so (`loader`, `fallback`).
 """
 
-from zeroshard.native.adam import AdamRows, AdamStep, adam_update
-from zeroshard.native.checksum import copy_crc32, crc32
-from zeroshard.native.master import Ties, join, split
-from zeroshard.native.moves import Moves
-from zeroshard.native.pages import allocate
-from zeroshard.native.sgd import SgdRows, SgdStep, sgd_update
-from zeroshard.native.sums import (
-    Span,
-    accumulate,
-    cast,
-    sum_pieces,
-    sum_spans,
-)
-from zeroshard.native.team import Team
-from zeroshard.native.workers import Workers, usable_cores
+from .adam import AdamRows, AdamStep, adam_update
+from .checksum import copy_crc32, crc32
+from .master import Ties, join, split
+from .moves import Moves
+from .pages import allocate
+from .sgd import SgdRows, SgdStep, sgd_update
+from .sums import Span, accumulate, cast, sum_pieces, sum_spans
+from .team import Team
+from .workers import Workers, usable_cores
 
 __all__ = [
     "AdamRows",

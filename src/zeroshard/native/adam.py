@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from zeroshard.errors import OptionError
-from zeroshard.native import abi, checks, fallback, loader, moments8, pages
-from zeroshard.native.master import Ties, check_master, weight_kind
-from zeroshard.native.team import Team
+
+from . import abi, checks, fallback, loader, moments8, pages
+from .master import Ties, check_master, weight_kind
+from .team import Team
 
 
 def to_f32(value: float) -> float:

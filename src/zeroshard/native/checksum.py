@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from zeroshard.native import abi, loader
+from . import abi, loader
 
 # Bytes below which a call into the library costs more than it saves.
 _SMALL = 1 << 14

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.native import abi, checks, loader
-from zeroshard.native.workers import Workers
+from . import abi, checks, loader
+from .workers import Workers
 
 # Values in a worker's share: below two of them, to wake another thread costs more than it saves.
 SHARE = 1 << 18

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroshard.native import abi, inverse, moments8
+from . import abi, inverse, moments8
 
 if TYPE_CHECKING:
-    from zeroshard.native.adam import AdamNumbers, AdamRows
-    from zeroshard.native.sgd import SgdNumbers, SgdRows
+    from .adam import AdamNumbers, AdamRows
+    from .sgd import SgdNumbers, SgdRows
 
 _CHUNK = 32768
 

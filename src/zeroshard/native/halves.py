@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.native import programs
+from . import programs
 
 TILE = 4096  # as in halves_kernels
 
@@ -38,7 +38,7 @@ def _kernels(device: torch.device) -> Any:
     """The kernels, tried once; None where torch has to do their work."""
 
     def load() -> Any:
-        from zeroshard.native import halves_kernels
+        from . import halves_kernels
 
         return halves_kernels
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from zeroshard.native.adam import AdamNumbers
-    from zeroshard.native.sgd import SgdNumbers
+    from .adam import AdamNumbers
+    from .sgd import SgdNumbers
 
 
 def adam_back(

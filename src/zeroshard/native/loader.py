@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from zeroshard.native import abi
+from . import abi
 
 MODULE = "zeroshard.native._kernels"
 LEVELS = ("baseline", "avx2", "avx512")

@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 
 from zeroshard.errors import OptionError
-from zeroshard.native import abi, checks, fallback, halves, loader
+
+from . import abi, checks, fallback, halves, loader
 
 Ties = Literal["even", "away"]
 DEVICE_CHUNK = 1 << 24  # elements at a time on a device without Triton: meanwhile ten bytes for each

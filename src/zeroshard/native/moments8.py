@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.native import checks
-from zeroshard.native.abi import BLOCK
+from . import checks
+from .abi import BLOCK
 
 _LEVELS = 254.0
 _INFINITY = 0x7F800000

@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from zeroshard.native import abi, loader
+from . import abi, loader
 
 # Below, one thread is faster than to wake torch's others.
 SMALL = 1 << 20

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from zeroshard.errors import OptionError
-from zeroshard.native import abi, checks, fallback, loader
-from zeroshard.native.adam import address, call, to_f32
-from zeroshard.native.master import Ties, check_master, weight_kind
-from zeroshard.native.team import Team
+
+from . import abi, checks, fallback, loader
+from .adam import address, call, to_f32
+from .master import Ties, check_master, weight_kind
+from .team import Team
 
 
 class SgdNumbers(NamedTuple):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from zeroshard.errors import OptionError
-from zeroshard.native import abi, checks, fallback, loader
+
+from . import abi, checks, fallback, loader
 
 
 class Span(NamedTuple):

@@ -7,7 +7,8 @@ import ctypes
 import threading
 
 from zeroshard.errors import OptionError, StateError
-from zeroshard.native import abi, loader
+
+from . import abi, loader
 
 _KERNELS = {"adam": 0, "adam_back": 1, "sgd": 2, "sgd_back": 3}  # as in team.h
 _PAGE, _LEAST, _TURNS = 4096, 1 << 15, 4

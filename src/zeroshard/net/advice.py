@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..codec import Int8, TopK
-from ..config import Numerics
-from ..sizes import show_bytes
+from zeroshard.codec import Int8, TopK
+from zeroshard.config import Numerics
+from zeroshard.sizes import show_bytes
+
 from .links import Links
 
 BACKWARD = 2 / 3

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import torch
 
-from ..comm import Region, Transport
+from zeroshard.comm import Region, Transport
 
 SIZES = (64, 4096, 65536, 2**20, 2**23)
 EVERY_PAIR = 8  # ranks up to which all pairs are measured; beyond, each with its neighbour and the opposite

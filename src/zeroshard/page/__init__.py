@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from ..frames import Frame
-from ..plan import Candidate, Plan, settings_text
-from ..timeline import KINDS
+from zeroshard.count.timeline import KINDS
+from zeroshard.planning.frames import Frame
+from zeroshard.planning.plan import Candidate, Plan, settings_text
 
 __all__ = ["page"]
 

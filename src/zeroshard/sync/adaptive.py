@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..comm import Transport
-from ..policy import Adaptive, Choice, Delayed, EveryStep, Local
-from ..private import Private
-from ..shard import Faces
-from ..step import Update
+from zeroshard.comm import Transport
+from zeroshard.life.private import Private
+from zeroshard.life.shard import Faces
+from zeroshard.life.step import Update
+from zeroshard.policy import Adaptive, Choice, Delayed, EveryStep, Local
+
 from .decide import Decision, Judge, Reading, figure
 from .delayed import DelayedPace
 from .local import LocalPace

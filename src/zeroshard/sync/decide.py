@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..sizes import show_bytes
+from zeroshard.sizes import show_bytes
 
 CHANGED = 1.5  # a step that takes this many times as long, or as short, as when it was chosen: another link
 CLOSE = (2.0, 1.3, 1.3, 1.3)  # after each round: what is within this of the shortest goes into the next

@@ -24,16 +24,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..bucket import Bucket, EarlySink, WholeBucket
-from ..comm import Transport, Work
-from ..comm.transport import Done
-from ..errors import StateError
-from ..grad import Gradients, LocalBucket, LocalGradients
-from ..guard import Guarded
-from ..policy import Delayed
-from ..pool import Ledger
-from ..shard import Faces, Param
-from ..step import Update
+from zeroshard.comm import Transport, Work
+from zeroshard.comm.transport import Done
+from zeroshard.errors import StateError
+from zeroshard.life.bucket import Bucket, EarlySink, WholeBucket
+from zeroshard.life.grad import Gradients, LocalBucket, LocalGradients
+from zeroshard.life.guard import Guarded
+from zeroshard.life.shard import Faces, Param
+from zeroshard.life.step import Update
+from zeroshard.policy import Delayed
+from zeroshard.tier.pool import Ledger
+
 from .pace import Kept, Pace
 
 

@@ -25,15 +25,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..comm import Transport
-from ..errors import OptionError
-from ..grad import LocalGradients
-from ..layout import Pack, slots_for
-from ..meeting import chunks
-from ..policy import Local, Nesterov
-from ..pool import Ledger
-from ..shard import Param
-from ..step import Update
+from zeroshard.comm import Transport
+from zeroshard.count.layout import Pack, slots_for
+from zeroshard.count.meeting import chunks
+from zeroshard.errors import OptionError
+from zeroshard.life.grad import LocalGradients
+from zeroshard.life.shard import Param
+from zeroshard.life.step import Update
+from zeroshard.policy import Local, Nesterov
+from zeroshard.tier.pool import Ledger
+
 from .pace import Kept, Pace
 
 

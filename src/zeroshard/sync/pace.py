@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..grad import Gradients, LocalGradients
-from ..guard import Guarded
-from ..private import Private
-from ..step import Update
+from zeroshard.life.grad import Gradients, LocalGradients
+from zeroshard.life.guard import Guarded
+from zeroshard.life.private import Private
+from zeroshard.life.step import Update
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import TierError
+from zeroshard.errors import TierError
+
 from .copies import Mark
 from .pinned import pinned
 from .ring import Stage

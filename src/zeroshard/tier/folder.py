@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-from ..errors import TierError
-from ..sizes import show_apart, show_bytes
+from zeroshard.errors import TierError
+from zeroshard.sizes import show_apart, show_bytes
 
 RAM_DISKS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _ESCAPE = re.compile(r"\\(\d{3})")

@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import TierError
-from ..native import Workers
-from ..shapes import GRAIN, LANES, REQUEST
+from zeroshard.count.shapes import GRAIN, LANES, REQUEST
+from zeroshard.errors import TierError
+from zeroshard.native import Workers
+
 from .scratch import Scratch, grains
 
 

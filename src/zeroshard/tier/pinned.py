@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ..errors import TierError
+from zeroshard.errors import TierError
 
 _PAGE = mmap.PAGESIZE
 

@@ -17,8 +17,9 @@ import os
 import tempfile
 import weakref
 
-from ..errors import TierError
-from ..shapes import GRAIN
+from zeroshard.count.shapes import GRAIN
+from zeroshard.errors import TierError
+
 from .folder import check_folder, free_bytes, full
 
 log = logging.getLogger("zeroshard")

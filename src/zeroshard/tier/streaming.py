@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..shapes import BLOCKS, REQUEST
+from zeroshard.count.shapes import BLOCKS, REQUEST
+
 from .copies import Copies, Mark
 from .paging import Page, Paging
 from .ring import Ring

@@ -1,0 +1,91 @@
+"""The bytes that meetings of ranks take beside their wires: what a transport's operations pass through, and
+what ranks that train apart keep. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroshard.codec import Codec
+from zeroshard.policy import Local, choices_of
+
+from .coding import wire_bytes
+from .division import Division
+from .layout import Pack, buckets, slots_for
+from .shapes import WIDTHS, Buffers
+
+
+def stage_bytes(setup: Division) -> int:
+    """Device memory that a staged transport keeps for what passes through it: one stage for each dtype, as
+    large as its largest operation needs. No kind of `run.stats()` has it."""
+    if not setup.staged or setup.world == 1:
+        return 0
+    most: dict[str, int] = {}
+
+    def need(dtype: str, numel: int) -> None:
+        most[dtype] = max(most.get(dtype, 0), numel)
+
+    world = setup.world
+    for bucket in setup.buckets if setup.reduces else ():
+        if bucket.codec is not None:
+            if isinstance(bucket.codec, Codec):
+                need("uint8", wire_bytes(bucket.codec, bucket.pack, WIDTHS[bucket.wire]))
+            continue
+        each, total = max(bucket.piece(0), bucket.piece(setup.rank)), bucket.wire_numel
+        even = each * world == total
+        if WIDTHS[bucket.wire] == 2:
+            need(bucket.wire, bucket.piece(setup.rank) * world)
+            need("float32", bucket.piece(setup.rank) if bucket.landed != "float32" else 0)
+        elif not even or bucket.landed != bucket.wire:
+            need(bucket.wire, each + (0 if even else each * world))
+        if setup.options.stage == 0 and setup.behind:
+            need("uint8", each * world * WIDTHS[bucket.landed])
+        elif setup.options.stage == 0:
+            need(bucket.landed, each * (world + 1))
+    for bundle in setup.bundles if setup.options.stage else ():
+        if any(slot.split != "copy" for slot in bundle.slots):
+            need(bundle.compute, sum(slot.most for slot in bundle.slots) * (world + 1))
+    return sum(numel * WIDTHS[dtype] for dtype, numel in most.items())
+
+
+def meeting_bytes(setup: Division) -> Buffers:
+    """What ranks that train apart keep to meet: of every parameter a wire and the mean's rows, and as state
+    the anchor and the momentum of the outer step."""
+    total = Buffers()
+    for policy in choices_of(setup.options.sync):
+        if isinstance(policy, Local):
+            for dtype, names in (chunk for part in _chunks(setup, policy) for chunk in part):
+                shapes = [(name, setup.trainable[name].shape) for name in names]
+                pack = Pack(tuple(slots_for(shapes, setup.world, "rows")), setup.world)
+                wire, piece = pack.wire * WIDTHS[dtype], pack.pieces[setup.rank] * WIDTHS[dtype]
+                total += Buffers(buckets=wire + piece, state=2 * piece)
+    return total
+
+
+def _chunks(setup: Division, policy: Local) -> list[list[tuple[str, list[str]]]]:
+    masters = {w.name: setup.dtypes(w)[1] for w in setup.trainable.values()}
+    members = [(w.name, masters[w.name], w.numel * WIDTHS[masters[w.name]]) for w in setup.trainable.values()]
+    return chunks(members, policy.fragments, setup.options.bucket_bytes)
+
+
+def chunks(
+    members: Sequence[tuple[str, str, int]], fragments: int, limit: int
+) -> list[list[tuple[str, list[str]]]]:
+    """Who meets together. `members`: name, dtype and bytes of every parameter. They are cut into fragments of
+    about the same size, and each of those into chunks of one dtype and at most `limit` bytes.
+
+    >>> chunks([("a", "f", 4), ("b", "f", 4), ("c", "f", 8), ("d", "h", 2)], fragments=2, limit=8)
+    [[('f', ['a', 'b']), ('f', ['c'])], [('h', ['d'])]]
+    """
+    share, at = -(-sum(size for _, _, size in members) // fragments), 0
+    parts: list[list[tuple[str, str, int]]] = [[] for _ in range(fragments)]
+    for member in members:
+        parts[min(at // max(share, 1), fragments - 1)].append(member)
+        at += member[2]
+    return [
+        [
+            (dtype, names)
+            for dtype in dict.fromkeys(of for _, of, _ in part)
+            for names in buckets([(name, size) for name, of, size in part if of == dtype], limit)
+        ]
+        for part in parts
+    ]

@@ -1,0 +1,251 @@
+"""Parameters that travel through a codec: `gather=`.
+
+Once a step each rank encodes its rows of a bundle; peers fetch the code and decode it. All ranks, the owner
+too, compute with what comes out, so that they agree to the bit; the master rows stay exact and are encoded
+afresh, so nothing adds up.
+
+- `region`  uint8, this rank's code, which peers read.
+- `stage`   uint8, the codes of all other ranks as they arrive; the caller's.
+- `believed` fp32, the pieces of all ranks: with `Delta`, what all ranks take the rows to be. Codes are of the
+  difference; all ranks start to fetch them at one point of the step, and add them before they look at it.
+- `drawn`   int64, how often rows were encoded: the seed of codecs that draw, so it is in checkpoints.
+- a scratch of fp32 numbers, the length of the longest piece, lent by the pool while a piece is decoded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.codec import Cast, Codec, Delta, Int4, Int8, OneBit, Ternary, TwoBit
+from zeroshard.codec.base import padded
+from zeroshard.comm import Targets, Transport, Work
+from zeroshard.count.coding import holes
+from zeroshard.count.layout import Pack
+from zeroshard.tier.pool import Kind, Ledger, Pool
+
+from .guard import Guarded
+from .private import Private, in_wire
+
+
+class CodedRows(Guarded):
+    """One bundle's rows as codes."""
+
+    at_hand = False  # what is gathered need not be fetched
+
+    def __init__(
+        self,
+        key: str,
+        pack: Pack,
+        codec: Codec,
+        itemsize: int,
+        transport: Transport,
+        pool: Pool,
+        ledger: Ledger,
+    ) -> None:
+        self.key, self.pack, self.codec, self.transport, self.pool = key, pack, codec, transport, pool
+        rank, world = transport.rank, pack.world
+        self._bodies = [pack.body(r) for r in range(world)]
+        self._sizes = [codec.wire_bytes(numel) for numel in self._bodies]
+        self.region = transport.allocate(key, padded(self._sizes[rank]), torch.uint8)
+        self._mirrored = self.region.mine.device != pool.device
+        kind: Kind = "host" if self._mirrored else "parameters"
+        self.cuts = [[(0, size)] if size else [] for size in self._sizes]
+        ledger.book(kind, self.region.mine.nbytes + transport.cache(self.region, self.cuts))
+        self._at = [sum(map(padded, self._sizes[:r])) for r in range(world)]
+        self._turn, self.drawn = 0, torch.zeros(1, dtype=torch.int64)
+        held = sum(slot.held(rank) for slot in pack.slots)
+        self._ratio = held * itemsize / self._sizes[rank] if self._sizes[rank] else 1.0
+        self._begin(ledger)
+
+    def _begin(self, ledger: Ledger) -> None:
+        """Memory of a kind of rows of its own."""
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(map(padded, self._sizes))
+
+    def encode(self, piece: Tensor) -> None:
+        """This rank's newest rows, in the layout of a piece, for the peers to fetch."""
+        rank = self.transport.rank
+        numel, size = self._bodies[rank], self._sizes[rank]
+        scratch = self._take() if self.at_hand or piece.dtype != torch.float32 else None
+        values = piece[:numel] if scratch is None else scratch[:numel].copy_(piece[:numel])
+        self._prepare(values)
+        code = torch.empty(size, dtype=torch.uint8, device=values.device) if self._mirrored else None
+        self._turn += 1
+        self.before_change()
+        self.drawn += 1
+        self.codec.encode(values, self.region.mine[:size] if code is None else code, {}, int(self.drawn))
+        if code is not None:
+            self.region.mine[:size].copy_(code)
+        if scratch is not None:
+            self.pool.give(scratch)
+
+    def _prepare(self, values: Tensor) -> None:
+        """Make of the rows what is encoded: the rows."""
+
+    def repeat(self, last: bool) -> None:
+        """The rows that were loaded had been encoded before they were saved: draw as then."""
+        self.drawn -= int(last)
+
+    def fetch(self, kind: str, stage: Tensor) -> Work:
+        rank = self.transport.rank
+        out = [
+            [stage[at : at + size]] if size and r != rank else []
+            for r, (at, size) in enumerate(zip(self._at, self._sizes, strict=True))
+        ]
+        before = self.sent(kind)
+        work = self.transport.gather(kind, self.key, self.region, self.cuts, out)
+        self.count(kind, before)
+        return _Fetch(self, kind, work)
+
+    def sent(self, kind: str) -> int:
+        return self.transport.counters.sent.get(kind, 0)
+
+    def count(self, kind: str, before: int) -> None:
+        """What has been sent since is so much shorter than the rows are."""
+        self.transport.counters.add_spared(kind, round((self.sent(kind) - before) * (self._ratio - 1.0)))
+
+    def spread(self, stage: Tensor | None, out: Targets) -> None:
+        """Decode what has come, and this rank's own, to where the rows of each rank go."""
+        assert stage is not None
+        scratch = self._take()
+        for rank, size in enumerate(self._sizes):
+            if size == 0:
+                continue
+            values = scratch[: self._bodies[rank]]
+            self.codec.decode(self._code(rank, stage).to(values.device), values, add=False)
+            pieces = [values[start : start + n] for start, n in self.pack.cuts_of_pieces[rank]]
+            torch._foreach_copy_(out.made(rank), pieces)
+        self.pool.give(scratch)
+
+    def private(self) -> list[Private]:
+        """For checkpoints: the same on all ranks."""
+        if not _draws(self.codec):
+            return []
+        return [Private(f"({self.key})", f"draws of {self.codec!r}", ((0, self.drawn),), "same", self)]
+
+    def _code(self, rank: int, stage: Tensor) -> Tensor:
+        size, at = self._sizes[rank], self._at[rank]
+        return self.region.mine[:size] if rank == self.transport.rank else stage[at : at + size]
+
+    def _take(self) -> Tensor:
+        return self.pool.take(max(self._bodies), torch.float32, self)
+
+
+class ChangedRows(CodedRows):
+    """Codes of what has changed; see `Delta`."""
+
+    at_hand = True
+
+    def _begin(self, ledger: Ledger) -> None:
+        self._coming: tuple[Tensor, Work] | None = None  # changes that are not in `believed` yet
+        self._known = False  # the next rows are believed already: nothing is sent
+        self.believed = torch.zeros(self.pack.wire, device=self.pool.device)
+        self._holes = [self.believed[at : at + n] for at, n in holes(self.pack)]
+        ledger.book("parameters", self.believed.nbytes)
+
+    def repeat(self, last: bool) -> None:
+        """They are believed already, as far as their code went."""
+        self._known = last and bool(self.believed.any())
+
+    def encode(self, piece: Tensor) -> None:
+        if not self._known:
+            super().encode(piece)
+
+    def _prepare(self, values: Tensor) -> None:
+        self.catch_up()
+        values.sub_(self._believed(self.transport.rank))
+
+    def _believed(self, rank: int) -> Tensor:
+        at = self.pack.starts[rank]
+        return self.believed[at : at + self._bodies[rank]]
+
+    def exchange(self, kind: str, piece: Tensor) -> None:
+        """Start to fetch the changes of all ranks. Every rank calls it once a step, after `encode`. Where
+        nothing is believed yet, the rows travel as they are."""
+        if self._known:
+            self._known = False
+            return
+        if self._turn == 1 and not bool(self.believed.any()):
+            self._settle(kind, piece)
+            return
+        stage = self.pool.take(self.stage_bytes, torch.uint8, self)
+        self._coming = stage, self.fetch(kind, stage)
+        if not self.transport.overlaps:
+            self.catch_up()
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Add to what is believed the changes that are on their way."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        stage, work = coming
+        work.wait()
+        self.before_change()
+        for rank, size in enumerate(self._sizes):
+            if size:
+                values = self._believed(rank)
+                self.codec.decode(self._code(rank, stage).to(values.device), values, add=True)
+        if self._holes:
+            torch._foreach_zero_(self._holes)
+        self.pool.give(stage)
+
+    def _settle(self, kind: str, piece: Tensor) -> None:
+        """Make what is believed the rows themselves: their bytes, in as many parts as a code has room for."""
+        self.before_change()
+        bodies, sizes = self._bodies, self._sizes
+        scratch, own = self._take(), self.transport.rank
+        raw = scratch[: bodies[own]].copy_(piece[: bodies[own]]).view(torch.uint8)
+        parts = max(-(-4 * numel // size) for numel, size in zip(bodies, sizes, strict=True) if size)
+        for number in range(parts):
+            self.transport.fence()  # peers have read the last part
+            part = raw[number * sizes[own] : (number + 1) * sizes[own]]
+            self.region.mine[: part.numel()].copy_(part)
+            self.transport.open()
+            stage = self.pool.take(self.stage_bytes, torch.uint8, self)
+            self.fetch(kind, stage).wait()
+            for rank, size in enumerate(sizes):
+                if size:
+                    whole = self._believed(rank).view(torch.uint8)
+                    into = whole[number * size : (number + 1) * size]
+                    into.copy_(self._code(rank, stage)[: into.numel()])
+            self.pool.give(stage)
+        self.pool.give(scratch)
+
+    def spread(self, stage: Tensor | None, out: Targets) -> None:
+        self.catch_up()
+        to, of = out.pairs(self.believed)
+        if to:
+            torch._foreach_copy_(to, of)
+
+    def private(self) -> list[Private]:
+        """What is believed, too."""
+        believed = in_wire(self.pack, self.believed, f"believed, {self.codec!r}", "same", self)
+        return [*super().private(), *believed]
+
+
+def _draws(codec: Codec) -> bool:
+    """Whether a code depends on more than the values. Of a codec of the user's own one cannot know."""
+    inner = codec.codec if isinstance(codec, Delta) else codec
+    plain = isinstance(inner, (Cast, Int4, Int8, OneBit, Ternary, TwoBit))
+    return not plain or bool(getattr(inner, "stochastic", False))
+
+
+class _Fetch:
+    """A gather of codes. Some of it may be sent when it is waited for."""
+
+    __slots__ = ("_kind", "_rows", "_work")
+
+    def __init__(self, rows: CodedRows, kind: str, work: Work) -> None:
+        self._rows, self._kind, self._work = rows, kind, work
+
+    def poll(self) -> bool:
+        return self._work.poll()
+
+    def wait(self) -> None:
+        before = self._rows.sent(self._kind)
+        self._work.wait()
+        self._rows.count(self._kind, before)

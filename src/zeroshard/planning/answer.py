@@ -1,0 +1,400 @@
+"""`plan()`: what a model would need on so many ranks, and which way of sharding fits. The model may be on
+the meta device; nothing is allocated, no process group is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.config import OptionKeys, Options, Precision
+from zeroshard.count.memory import Setup
+from zeroshard.count.shapes import Block
+from zeroshard.count.timeline import Segment
+from zeroshard.errors import OptionError, PlanError, did_you_mean
+from zeroshard.fields import path_text
+from zeroshard.life.units import matching
+from zeroshard.machine import Machine
+from zeroshard.machine import machine as find_machine
+from zeroshard.sizes import parse_bytes
+
+from .blueprint import blocks_of, rules_of, shape_text, weights_of
+from .choice import choose
+from .frames import Frame, frames_of
+from .plan import Plan, options_of
+from .question import Question, placing_of
+from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_rows, refuse_second_names
+
+if TYPE_CHECKING:
+    from .trace import Inputs, Loss
+
+
+class AskKeys(TypedDict, total=False):
+    """What a plan is asked for, beside the options of `shard`."""
+
+    limit: int | str | None
+    host_limit: int | str | None
+    disk_limit: int | str | None
+    disk_path: str | None
+    memory_limit_per_node: int | str | None
+    nodes: int | None
+    batch: Any
+    micro_batches: int | None
+    loss: Loss | None
+    machine: str | Machine | None
+    precisions: Sequence[Precision | str | None] | None
+
+
+class PlanKeys(OptionKeys, AskKeys, total=False):
+    """All keyword arguments of `plan`."""
+
+
+ASKED = (*AskKeys.__annotations__, "ranks_per_node")
+
+
+def plan(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    ranks: int | None = None,
+    **asked: Unpack[PlanKeys],
+) -> Plan:
+    """How to train `model` on so many ranks within a limit of device memory, before anything is allocated.
+
+    - `limit`: bytes of one device (``"80GiB"``). `host_limit`, `disk_limit`: bytes of host memory and disk
+      of one node, for all of its ranks. `disk_path`: a folder on that disk; without it nothing is put there.
+    - `memory_limit_per_node` in place of `limit`: what the devices of one node may use together.
+      `nodes` and `ranks_per_node` in place of `ranks`.
+    - `batch`: one rank's micro-batch: a tensor, a tuple of arguments, a dict of keyword arguments, or
+      ``"8x2048"`` for token ids of that shape. Only shapes and dtypes matter. Where inputs vary, give the
+      largest. Without it activations are not counted.
+    - `micro_batches`: of a step, all but the last under `run.no_sync()`: their sum is a whole gradient.
+    - `loss`: makes the loss of the model's output (default: its scalar or `.loss`, a cross-entropy for
+      logits over tokens).
+    - `optimizer`: default AdamW, fused. `machine`: a name of `zeroshard.machine.GPUS`, or a `Machine` with
+      figures of your own.
+    - `precisions`: what the planner may choose among, such as ``(None, "bf16")``. Else `precision` is kept
+      to: it changes the numbers, so it is never chosen unasked.
+    - the options of `shard`: those that you give are kept to; stage, offload, recompute, prefetch and
+      bucket_bytes are chosen where you do not.
+
+    >>> import torch, zeroshard as zs
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(4096, 4096)
+    >>> zs.plan(model, ranks=8, limit="1GiB").chosen.stage
+    1
+    """
+    return inquire(model, optimizer, ranks=ranks, **asked).plan()
+
+
+def inquire(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    ranks: int | None = None,
+    **asked: Unpack[PlanKeys],
+) -> Inquiry:
+    """What `plan` asks, not yet answered."""
+    given: dict[str, Any] = dict(asked)
+    wanted = take_asked(given)
+    check_asked(wanted)
+    optimizers = _listed(optimizer)
+    refuse_model(model, "plan()")
+    refuse_optimizers(model, optimizers or (), "plan()")
+    site = Site(_ranks(ranks, wanted), machine_of(wanted.get("machine", "H100")))
+    return inquiry_for(model, optimizers, wanted, _options(given), given, site)
+
+
+def machine_of(given: str | Machine) -> Machine:
+    """A machine by its name, or as it was given."""
+    if isinstance(given, str):
+        return find_machine(given)
+    if not isinstance(given, Machine):
+        raise OptionError(
+            f"machine={given!r} must be a name of zeroshard.machine.GPUS, or a zeroshard.machine.Machine."
+        )
+    return given
+
+
+def take_asked(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes what a plan is asked for out of keyword arguments. None says nothing."""
+    asked = {name: given.pop(name) for name in ASKED if name in given}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def check_asked(wanted: dict[str, Any]) -> None:
+    """What can be known of it without a model; paths become texts."""
+    for name in ("nodes", "ranks_per_node", "micro_batches"):
+        if name in wanted:
+            _count(wanted[name], name)
+    for name in ("limit", "host_limit", "disk_limit", "memory_limit_per_node"):
+        if name in wanted:
+            parse_bytes(wanted[name], name)
+    if "disk_path" in wanted:
+        wanted["disk_path"] = path_text(wanted["disk_path"], "disk_path")
+    loss = wanted.get("loss")
+    if loss is not None and not callable(loss):
+        raise OptionError(f"loss={loss!r} must be a function that makes the loss of the model's output.")
+    if loss is not None and wanted.get("batch") is None:
+        raise OptionError(
+            "loss= without batch=: it is called with the model's output for an example of the inputs. Pass "
+            "one as batch=."
+        )
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a model is to run. `overlaps`, `staged`: as the transport's; `one_memory`: device and host tier
+    are the same memory, as on the CPU."""
+
+    ranks: int
+    machine: Machine
+    overlaps: bool = True
+    staged: bool = True
+    one_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """A question about a real model, and what its run must have in common with the answer."""
+
+    question: Question
+    weights: dict[str, str]
+    optimizer: tuple[str, ...]
+    batch: tuple[str, ...]
+
+    def plan(self) -> Plan:
+        """The answer, or a `PlanError`."""
+        return self.named(choose(self.question))
+
+    def named(self, made: Plan) -> Plan:
+        return replace(made, weights=self.weights, optimizer=self.optimizer, batch=self.batch)
+
+    def frames(self, plan: Plan) -> list[list[Frame]]:
+        """One step in time of each of the plan's candidates."""
+        return [frames_of(self.question, Options(**options_of(one))) for one in plan.candidates]
+
+
+def inquiry_for(
+    model: nn.Module,
+    optimizers: list[Optimizer] | None,
+    wanted: dict[str, Any],
+    options: Options,
+    given: Collection[str],
+    site: Site,
+) -> Inquiry:
+    """The question for what is wanted (`AskKeys`). `given`: names of the options that the user gave."""
+    from .trace import Inputs  # fake tensors take a second to import, which `import zeroshard` should not
+
+    refuse_rows(optimizers or (), options)
+    refuse_second_names(model, options)
+    refuse_precision(model, options.precision)
+    units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
+    if not isinstance(options.recompute, bool):
+        matching(options.recompute, [unit.name for unit in units if unit.name], "recompute", "units")
+    batch = wanted.get("batch")
+    inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
+    if inputs is not None:
+        _check_step(units, inputs)
+    per_node = min(site.ranks, wanted.get("ranks_per_node") or site.machine.node)
+    if options.node_cache or options.transport == "nodes":
+        _check_levels(site, per_node)
+        options = replace(options, ranks_per_node=per_node)
+    resting = sum(b.numel() * b.element_size() for b in model.buffers())
+
+    def optional(name: str) -> int | None:
+        return parse_bytes(wanted[name], name) if name in wanted else None
+
+    question = Question(
+        model=type(model).__name__,
+        units=units,
+        rules=rules,
+        options=options,
+        world=site.ranks,
+        limit=_limit(wanted, per_node),
+        machine=replace(site.machine, node=per_node),
+        host_limit=optional("host_limit"),
+        disk_limit=optional("disk_limit"),
+        disk_path=wanted.get("disk_path"),
+        inputs=resting + (inputs.nbytes if inputs else 0),
+        micro_batches=wanted.get("micro_batches", 1),
+        overlaps=site.overlaps,
+        staged=site.staged,
+        shared=site.one_memory and "memory_limit_per_node" in wanted,
+        by_node="memory_limit_per_node" in wanted,
+        **_choices(options, given, wanted.get("precisions")),
+    )
+    for precision in question.precisions or ():
+        refuse_precision(model, precision)
+    if inputs is not None:
+        question = replace(question, trace=Traces(question, model, inputs, wanted.get("loss")))
+    if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
+        raise OptionError("disk_limit= needs disk_path=, a folder on that disk.")
+    return Inquiry(
+        question,
+        weights_of(model),
+        tuple(rule.name for rule in rules),
+        tuple(shape_text(t) for t in inputs.tensors) if inputs is not None else (),
+    )
+
+
+def _check_step(units: Sequence[Block], inputs: Inputs) -> None:
+    """That there is a step to trace."""
+    if inputs.tensors and not any(t.numel() for t in inputs.tensors):
+        raise OptionError(
+            f"batch= holds nothing: its first tensor is of shape {tuple(inputs.tensors[0].shape)}. Give a "
+            "whole micro-batch of one rank."
+        )
+    if not any(weight.trainable for unit in units for weight in unit.weights):
+        raise PlanError(
+            "no parameter of the model is trainable (requires_grad), so there is no backward to trace: leave "
+            "batch= out, and activations are not counted."
+        )
+
+
+def _choices(options: Options, given: Collection[str], precisions: Any) -> dict[str, Any]:
+    """What may be chosen: all that the user left open."""
+    made: dict[str, Any] = {"free": frozenset(("prefetch", "bucket_bytes", "split")) - set(given)}
+    if "stage" in given or options.node_cache:
+        made["stages"] = (options.stage,)
+    if "offload" in given:
+        made["placings"] = (placing_of(options.offload),)
+    if "recompute" in given:
+        made["recomputes"] = (bool(options.recompute),)
+    if precisions is not None:
+        if isinstance(precisions, str) or not isinstance(precisions, Sequence) or not precisions:
+            raise OptionError(f'precisions={precisions!r} must be a few to choose among: (None, "bf16").')
+        if "precision" in given:
+            raise OptionError("pass precision= to say, or precisions= to have one chosen, not both.")
+        made["precisions"] = tuple(Options(precision=p).precision for p in precisions)
+    return made
+
+
+def _check_levels(site: Site, per_node: int) -> None:
+    """What a run would refuse is not planned either."""
+    trouble = None
+    if site.machine.gpu:
+        trouble = f"a {site.machine.name} has NCCL, which is of one level"
+    elif not 1 < per_node < site.ranks or site.ranks % per_node:
+        trouble = f"{site.ranks} ranks are not several nodes of {per_node}"
+    if trouble is not None:
+        raise OptionError(
+            'node_cache=True and transport="nodes" are for ranks without GPUs on several nodes of several '
+            f"ranks each, and {trouble}: drop them, or pass machine= with gpu=False, nodes= and "
+            "ranks_per_node=."
+        )
+
+
+def _limit(wanted: dict[str, Any], per_node: int) -> int:
+    if ("limit" in wanted) == ("memory_limit_per_node" in wanted):
+        raise OptionError(
+            'a plan needs one limit: limit="80GiB" of a device, or memory_limit_per_node="640GiB".'
+        )
+    if "limit" in wanted:
+        return parse_bytes(wanted["limit"], "limit")
+    return parse_bytes(wanted["memory_limit_per_node"], "memory_limit_per_node") // per_node
+
+
+def _ranks(ranks: int | None, wanted: dict[str, Any]) -> int:
+    if ranks is None and "nodes" in wanted and "ranks_per_node" in wanted:
+        return int(wanted["nodes"] * wanted["ranks_per_node"])
+    if ranks is None:
+        raise OptionError("say how many processes: ranks=, or nodes= and ranks_per_node=.")
+    _count(ranks, "ranks")
+    check_nodes(ranks, wanted)
+    return ranks
+
+
+def check_nodes(ranks: int, wanted: dict[str, Any]) -> None:
+    """`nodes` and `ranks_per_node`, as far as given, must make the number of ranks."""
+    nodes, per_node = wanted.get("nodes"), wanted.get("ranks_per_node")
+    made = (nodes or 1) * (per_node or 1)
+    if (nodes is not None and ranks % nodes) or (
+        nodes is not None and per_node is not None and made != ranks
+    ):
+        raise OptionError(f"nodes={nodes} and ranks_per_node={per_node} do not make {ranks} ranks.")
+    if nodes is not None and per_node is None:
+        wanted["ranks_per_node"] = ranks // nodes
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(f"{what}={value!r} must be a number of {what.replace('_', '-')}, 1 or more.")
+    return value
+
+
+def _listed(optimizer: Any) -> list[Optimizer] | None:
+    if optimizer is None:
+        return None
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def _options(given: dict[str, Any]) -> Options:
+    known = [f.name for f in fields(Options)]
+    for name in given:
+        if name not in known:
+            raise OptionError(
+                f"plan() has no option {name!r}.{did_you_mean(name, [*known, 'ranks', *ASKED])}"
+            )
+    return Options(**given)
+
+
+def tokens(text: str) -> Tensor:
+    """``"8x2048"``: eight sequences of 2048 token ids."""
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise OptionError(
+            f'batch={text!r} is not a shape of token ids. Write it as "8x2048", or pass example inputs.'
+        )
+    return torch.zeros([int(part) for part in text.split("x")], dtype=torch.int64, device="meta")
+
+
+class Traces:
+    """The segments of a step under given options, each combination of precision and recomputed units traced
+    once."""
+
+    def __init__(self, question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None) -> None:
+        self._question, self._model, self._inputs, self._loss = question, model, inputs, loss
+        self._known: dict[Any, tuple[Segment, ...]] = {}
+
+    def __call__(self, options: Options) -> tuple[Segment, ...]:
+        names = self._question.names
+        wanted = options.recompute
+        again = names if isinstance(wanted, bool) else matching(wanted, list(names), "recompute", "units")
+        chosen = frozenset(again) if wanted else frozenset()
+        key = options.precision, chosen
+        if key not in self._known:
+            asked = replace(self._question, options=options)
+            self._known[key] = traced(asked, self._model, self._inputs, self._loss, chosen)
+        return self._known[key]
+
+
+def traced(
+    question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None, recomputed: Collection[str]
+) -> tuple[Segment, ...]:
+    """The segments of one step of the model in the run's compute dtypes."""
+    from .trace import Tracer
+
+    setup = Setup(question.units, question.options, question.world, question.rules)
+    compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in question.units for w in unit.weights}
+    chosen, names = set(recomputed), [u.name for u in question.units if u.name]
+    try:
+        return tuple(
+            Tracer(
+                model, names, chosen.__contains__, compute, question.machine.gpu, question.options.precision
+            ).run(inputs, loss)
+        )
+    except PlanError:
+        raise
+    except Exception as error:  # the user's code on fake tensors: say that it was that
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
+        given = f"with inputs of shape {shapes}" if shapes else "without tensors among its inputs"
+        why = f"{type(error).__name__}: {error}".rstrip(".")
+        raise PlanError(
+            f"a step of {type(model).__name__} {given} cannot be traced: {why}. Check the batch; code that "
+            "looks at values cannot run on shapes alone: leave batch= out, and activations are not counted."
+        ) from error

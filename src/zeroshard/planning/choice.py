@@ -1,0 +1,208 @@
+"""A limit becomes a plan: of the ways that fit the fastest is taken. Why it was chosen, why nothing fits, and
+the nearest changes that would. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zeroshard.config import Precision
+from zeroshard.count.balance import imbalance
+from zeroshard.count.timeline import Segment
+from zeroshard.errors import PlanError
+from zeroshard.sizes import show_apart, show_bytes
+
+from .plan import PLACINGS, Candidate, Plan, made_of
+from .planner import FILLING, all_candidates, price
+from .question import Question, placing_of
+
+EQUAL = 1.01  # two plans whose estimates are this close are equally fast
+
+
+def choose(question: Question) -> Plan:
+    """The plan, or a `PlanError` that says what is missing and what would help."""
+    candidates = tuple(all_candidates(question))
+    fitting = [one for one in candidates if one.fits]
+    if not fitting:
+        raise PlanError(refusal(question, candidates))
+    fastest = min(one.step for one in fitting)
+    equals = [one for one in fitting if one.step <= fastest * EQUAL]
+    chosen = min(equals, key=lambda one: (one.moving_parts, one.recompute, one.device))
+    uneven = imbalance(question.setup(question.way(chosen.stage))) if chosen.stage else 0.0
+    return Plan(
+        model=question.model,
+        parameters=question.parameters,
+        ranks=question.world,
+        ranks_per_node=question.ranks_per_node,
+        limit=question.limit,
+        host_limit=question.host_limit,
+        disk_limit=question.disk_limit,
+        machine=question.machine.name,
+        chosen=chosen,
+        candidates=candidates,
+        reasons=tuple(reasons(question, chosen, candidates, uneven)),
+        imbalance=uneven,
+        shared=question.shared,
+    )
+
+
+def reasons(
+    question: Question, chosen: Candidate, candidates: Sequence[Candidate], uneven: float
+) -> Iterator[str]:
+    """One sentence each: why this one, who comes next, why nothing simpler, and what is not known."""
+    slowest = max(chosen.seconds, key=lambda part: chosen.seconds[part])
+    if chosen.step:
+        yield f"{chosen.label} is the fastest that fits: estimated {chosen.step:.3g} s, most of it {slowest}."
+    others = sorted((one for one in candidates if one.fits and one != chosen), key=lambda one: one.step)
+    if others:
+        runner = others[0]
+        equal = runner.step <= chosen.step * EQUAL
+        behind = "as fast, with more moving parts" if equal else f"estimated {runner.step:.3g} s"
+        yield f"Runner-up: {runner.label}, {behind}, {show_bytes(runner.device)}."
+    simpler = [one for one in candidates if not one.fits and one.moving_parts < chosen.moving_parts]
+    if simpler:
+        first = min(simpler, key=lambda one: one.moving_parts)
+        yield f"{first.label} does not fit: {_needs(question, first)}."
+    if chosen.recompute and chosen.recompute < chosen.units:
+        yield f"{chosen.recompute} of {chosen.units} units are recomputed: as few as it takes."
+    if chosen.lean:
+        small = show_bytes(chosen.settings["bucket_bytes"])
+        yield f"Lean: buckets of {small}, units gathered {chosen.settings['prefetch']} ahead."
+    if question.trace is None:
+        yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
+    if chosen.placing != "device" and question.options.clip_norm is None:
+        yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."
+    if chosen.settings["split"] == "level" and question.options.split != "level":
+        yield "Rows are dealt level: as even chunks of rows, the ranks would differ by over 1 %."
+    if uneven > 0.01:
+        yield f"Rows do not divide evenly: the fullest rank owns {uneven:.1%} more than the mean."
+
+
+def _needs(question: Question, one: Candidate) -> str:
+    if one.device > question.limit:
+        return f"it needs {show_apart(one.device, question.limit)[0]} per device at {one.where}"
+    if question.shared and one.device + one.host > question.limit:
+        needs, _ = show_apart(one.device + one.host, question.limit)
+        return f"it needs {needs} per rank, host tier included, at {one.where}"
+    what, most, node = _lacking(question, one)
+    return f"it needs {show_apart(node, most)[0]} of {what} per node"
+
+
+def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
+    """Why nothing fits: the smallest plan, where it is fullest, of what, and the nearest changes that would
+    fit."""
+    on_device = [one for one in candidates if one.device <= question.limit]
+    if on_device and not question.shared:
+        least = min(on_device, key=lambda one: (max(one.host - question.host_share, 0), one.disk))
+        what, most, node = _lacking(question, least)
+        has, needs = show_apart(most, node)
+        return (
+            f"no plan fits {has} of {what} per node: the smallest whose device part fits ({least.label}) "
+            f"needs {needs} for {question.ranks_per_node} ranks. {_advice(question, least)}"
+        )
+    least = min(candidates, key=lambda one: _size(question, one))
+    kinds = least.kinds | ({"host tier": least.host} if question.shared else {})
+    parts = made_of(kinds, least=least.device // 200)
+    whose = "rank" if question.shared else "device"
+    has, needs = show_apart(question.limit, _size(question, least))
+    return (
+        f"no plan fits {has} per {whose}: the smallest ({least.label}) needs "
+        f"{needs} at {least.where} ({parts}). {_advice(question, least)}"
+    )
+
+
+def _lacking(question: Question, one: Candidate) -> tuple[str, int, int]:
+    """What a node has too little of, how much it has, and how much it needs."""
+    node = question.ranks_per_node
+    if one.host > question.host_share or question.disk_limit is None:
+        return "host memory", question.host_limit or 0, one.host * node
+    return "disk", question.disk_limit, one.disk * node
+
+
+def smallest(question: Question, candidates: Sequence[Candidate]) -> int:
+    """The bytes that the smallest of them takes of what is limited."""
+    return min(_size(question, one) for one in candidates)
+
+
+def _size(question: Question, one: Candidate) -> int:
+    return one.device + one.host if question.shared else one.device
+
+
+def _advice(question: Question, least: Candidate) -> str:
+    """Changes that would fit, tried one by one; the last always does."""
+    ways = []
+    recomputing = replace(question, recomputes=(False, True))
+    if question.trace and True not in question.recomputes and question.names and fitting(recomputing):
+        ways.append("allow recompute=True")
+    if question.placings != PLACINGS and fitting(replace(question, placings=PLACINGS)):
+        ways.append("allow offload to the host")
+    if len(question.stages) < 4 and 3 not in question.stages and fitting(replace(question, stages=(3,))):
+        ways.append("allow stage=3")
+    if least.kinds["activations"] > question.limit // 10 and fitting(halved(question)):
+        ways.append("halve the micro-batch")
+    if _narrows(question):
+        ways.append('allow precision="bf16"')
+    for factor in (2, 4, 16, 256):
+        if fitting(replace(question, world=question.world * factor)):
+            ways.append(f"use {question.world * factor:,} ranks")
+            break
+    size = _size(question, least)
+    if size > question.limit:
+        name, most = "limit", size
+        if question.by_node:
+            name, most = "memory_limit_per_node", size * question.ranks_per_node
+        ways.append(f'pass {name}="{_rounded_up(most)}"')
+    else:
+        what, _, node = _lacking(question, least)
+        ways.append(f'pass {"host_limit" if what == "host memory" else "disk_limit"}="{_rounded_up(node)}"')
+    mostly = least.kinds["activations"] > 0.5 * least.device and size > question.limit
+    lead = "Sharding cannot shrink activations" if mostly else "What would fit"
+    return f"{lead}: {', or '.join(ways)}."
+
+
+def _narrows(question: Question) -> bool:
+    """Whether computing in bf16 would make it fit. It rounds, so it is never chosen unasked."""
+    options = question.options
+    if (
+        options.precision is not None
+        or question.precisions
+        or not any(w.dtype == "float32" for unit in question.units for w in unit.weights)
+    ):
+        return False
+    return fitting(replace(question, options=replace(options, precision=Precision())))
+
+
+def _rounded_up(size: int) -> str:
+    """A size that a user may type, no smaller than `size`: ``2.4GiB``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{math.ceil(size / scale * 10) / 10:g}{unit}"
+    return str(size)
+
+
+def fitting(question: Question) -> bool:
+    """Whether anything fits: the leanest ways do, or none does."""
+    given = placing_of(question.options.offload)
+    return any(
+        price(asked, asked.way(stage, placing, again, lean=True)).fits
+        for asked in question.by_precision()
+        for stage, placing in asked.families()
+        if placing not in FILLING or placing == given
+        for again in asked.recomputes
+        if asked.names or not again
+    )
+
+
+def halved(question: Question) -> Question:
+    """The same with half the batch, as far as activations go with it."""
+    trace = question.trace
+    if trace is None:
+        return question
+    return replace(question, trace=lambda options: tuple(map(_half, trace(options))))
+
+
+def _half(segment: Segment) -> Segment:
+    counts = ("saved", "forward", "backward", "flops", "back", "moved", "moved_back")
+    halves = {name: getattr(segment, name) // 2 for name in counts}
+    return replace(segment, **halves, levels=tuple(level // 2 for level in segment.levels))

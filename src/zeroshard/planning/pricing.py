@@ -1,0 +1,211 @@
+"""How long a step of one way to run takes, estimated from the machine's figures. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroshard.codec import Codec, Delta, LowRank
+from zeroshard.count.crossing import Sent
+from zeroshard.count.memory import Setup
+from zeroshard.count.shapes import WIDTHS
+from zeroshard.count.timeline import Segment
+from zeroshard.machine import Machine
+
+# Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
+# in forward and in backward. And as sending a part's gradient to the host and fetching its weights takes, and
+# the part's share of `optimizer.step()`.
+HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 20, 4
+IN_HAND = 4  # parts that the host has taken up, as in `crew`: updated or on their way to it
+# Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
+# on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
+SLOWER: dict[bool, dict[str, tuple[float, float]]] = {
+    True: {"OneBit": (10.1, 5.9), "TopK": (38.8, 1.5)},
+    False: {"TopK": (6.2, 2.1)},
+}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """An estimate of a step: its `parts`, and the `step` as a whole, where what overlaps counts by its
+    longest part."""
+
+    parts: dict[str, float]
+    step: float
+
+
+def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent: Sent) -> Seconds:
+    """Communication, copies and the overlapped host update run beside the computation, except for gathers
+    that nothing announces (`prefetch=0`) and transports that this thread drives (shared memory)."""
+    computed = _compute(setup, segments, machine)
+    compute = sum(computed) + (coding := _coding(setup, machine))
+    exchange = _exchange(setup, machine, sent)
+    gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
+    alone = exchange if not setup.overlaps else 0.0 if _ahead(setup) else exchange * gathers
+    # Stage 0: sums go back to all ranks beside backward; as codes, when it is over. Between GPUs each can be
+    # updated as soon as it is back.
+    whole = setup.reduces and setup.options.stage == 0
+    at_end = whole and (not machine.gpu or bool(setup.options.compress))
+    if whole and setup.overlaps and setup.options.compress:
+        alone = exchange / 2
+    parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
+    beside = {"compute": compute, "exchange": exchange - alone}
+    held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.bundles), default=4)
+    touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
+    last = 0.0  # what comes after all that runs side by side
+    if touched["device"]:
+        last = touched["device"] / (machine.update_rate or machine.memory_rate)
+        last += held["device"] * _widened(setup, width) / machine.memory_rate
+        parts["update"] = last
+    away, each = held["host"] + held["disk"], sent.each
+    if away or setup.streamed:
+        streamed = sum(b.body(setup.rank) for b in setup.bundles if setup.streams(b))
+        # Gradients go out while weights come in; streamed weights come in twice more, forward and backward.
+        parts["copies"] = beside["copies"] = (away + 2 * streamed) * width / machine.pcie
+    if away:
+        update = (touched["host"] + touched["disk"]) * each / machine.host_rate
+        parts["host update"] = update
+        if setup.parts and all(part.native for part in setup.parts):
+            # Between its last update and the next gradient the host waits for the root.
+            root = sum(_compute(setup, [s for s in segments if not s.unit], machine))
+            beside["host update"] = update + root + (computed[1] if at_end else 0.0)
+            behind = update - (0.0 if at_end else computed[1])
+            beside["compute"] += _awaited(setup, update / away, width / machine.pcie, behind)
+        else:
+            last += update
+    if held["disk"]:
+        parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
+    if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
+        launched = _launched(setup, segments, machine, computed[1] / max(parts.get("host update", 0.0), 1e-9))
+        # Backward is over when the norm is known: the device has nothing to do until the step has been.
+        stepped = STEPPED * machine.launch * sum(part.native for part in setup.parts)
+        parts["interpreter"] = sum(launched) + stepped
+        # The device waits for Python in each pass that it is faster in, and makes up for it in no other.
+        beside["compute"] += stepped + sum(
+            max(late - work, 0.0) for late, work in zip(launched, computed, strict=True)
+        )
+    return Seconds(parts, max(beside.values()) + alone + last)
+
+
+def _compute(setup: Setup, segments: Sequence[Segment], machine: Machine) -> tuple[float, float]:
+    """Forward and backward: products by their operations, all else by the bytes that it moves, and a gap for
+    every kernel."""
+    narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
+    rate = (machine.half if narrow else machine.full) * machine.efficiency
+
+    def taken(work: int, moved: int, kernels: int) -> float:
+        return work / rate + moved / machine.memory_rate + kernels * machine.gap
+
+    back = sum(s.back or s.flops * (3 if setup.recomputes(s.unit) else 2) for s in segments)
+    return (
+        taken(
+            sum(s.flops for s in segments), sum(s.moved for s in segments), sum(s.kernels for s in segments)
+        ),
+        taken(back, sum(s.moved_back for s in segments), sum(s.kernels_back for s in segments)),
+    )
+
+
+def _exchange(setup: Setup, machine: Machine, sent: Sent) -> float:
+    """Both links at once, and what every message costs."""
+    inside, between = sent.inside / machine.link, sent.through_port(machine.gpu) / machine.network
+    return max(inside, between) + _messages(setup) * machine.latency
+
+
+def _launched(
+    setup: Setup, segments: Sequence[Segment], machine: Machine, inside: float
+) -> tuple[float, float]:
+    """What Python takes for forward and for backward. It runs one thread at a time, so what it does for the
+    host's updates holds up the pass that they run in: `inside` is the share of them that backward has time
+    for; the next forward has the rest."""
+    launches = [sum(s.kernels for s in segments), sum(s.kernels_back for s in segments)]
+    for unit in (s.unit for s in segments if s.unit):
+        for number in range(2):
+            launches[number] += HOOKED[number] + RECOMPUTED[number] * setup.recomputes(unit)
+    sent = sum(part.native for part in setup.parts) * (machine.hand + SENT * machine.launch)
+    forward, backward = (count * machine.launch for count in launches)
+    return forward + sent * (1 - min(inside, 1.0)), backward + sent * min(inside, 1.0)
+
+
+def _awaited(setup: Setup, update: float, copy: float, behind: float) -> float:
+    """The round trip of the gradient that lands last, at seconds an element: out, updated after those that
+    the host has taken up if it is `behind` backward by so many seconds, and back. The next forward begins
+    with that weight."""
+    first = min((part for part in setup.parts), key=lambda part: min(w.number for w in part.weights))
+    number = min((w.number for unit in setup.units for w in unit.weights if w.trainable), default=0)
+    if all(w.number != number for w in first.weights):
+        return 0.0  # it is updated on the device
+    others = sorted(part.numel for part in setup.parts if part is not first)
+    taken = min(len(others), IN_HAND) * others[len(others) // 2] if others else 0
+    return first.numel * (update + 2 * copy) + min(taken * update, max(behind, 0.0))
+
+
+def _coding(setup: Setup, machine: Machine) -> float:
+    """Gradients are encoded once and decoded where they land; rows are encoded once and decoded whole, as
+    often as they are gathered."""
+    moved = 0.0
+    for bucket in setup.buckets if setup.reduces else ():
+        if isinstance(bucket.codec, Codec):
+            numel = sum(w.numel for w in bucket.weights)
+            moved += _encoded(bucket.codec, numel, machine.gpu) + _decoded(bucket.codec, numel, machine.gpu)
+        elif isinstance(bucket.codec, LowRank):  # both factors, the product of them, and what was not sent
+            moved += 5 * WIDTHS["float32"] * sum(w.numel for w in bucket.weights)
+    for bundle in setup.bundles:
+        if bundle.codec is not None and setup.codes(bundle):
+            whole = sum(slot.numel for slot in bundle.slots)
+            moved += _encoded(bundle.codec, bundle.body(setup.rank), machine.gpu)
+            gathers = 1 if setup.keeps(bundle) or setup.changes(bundle) else 2
+            moved += gathers * _decoded(bundle.codec, whole, machine.gpu)
+    return moved / machine.memory_rate
+
+
+def _encoded(codec: Codec, numel: int, gpu: bool) -> float:
+    """Bytes that take as long to copy as encoding takes: values read, what is kept of them read and written,
+    codes written."""
+    kept = 3 if codec.feedback else 1
+    return (WIDTHS["float32"] * kept * numel + codec.wire_bytes(numel)) * _slowness(codec, gpu)[0]
+
+
+def _decoded(codec: Codec, numel: int, gpu: bool) -> float:
+    """The same for codes read and added to sums."""
+    return (2 * WIDTHS["float32"] * numel + codec.wire_bytes(numel)) * _slowness(codec, gpu)[1]
+
+
+def _slowness(codec: Codec, gpu: bool) -> tuple[float, float]:
+    """How many times longer than a copy of the same bytes it takes to encode and to decode."""
+    inner = codec.codec if isinstance(codec, Delta) else codec
+    return SLOWER[gpu].get(type(inner).__name__, (1.0, 1.0))
+
+
+def _ahead(setup: Setup) -> bool:
+    return setup.options.prefetch > 0 or setup.resident
+
+
+def _messages(setup: Setup) -> float:
+    """Exchanges of a step, each as deep as a tree over the ranks: what small buckets cost."""
+    if setup.world == 1:
+        return 0.0
+    gathers = sum(1 if setup.keeps(bundle) else 2 for bundle in setup.bundles)
+    return (len(setup.buckets) + gathers) * math.log2(setup.world)
+
+
+def _held(setup: Setup) -> dict[str, int]:
+    """Elements that this rank updates, by the tier that their state rests in."""
+    held = {"device": 0, "host": 0, "disk": 0}
+    for bundle in setup.bundles:
+        held[setup.state_rest(bundle)] += sum(slot.held(setup.rank) for slot in bundle.slots)
+    return held
+
+
+def _touched(setup: Setup, width: int) -> int:
+    """Bytes that an update reads and writes for each element: master, moments, gradient, weight."""
+    master = max((WIDTHS[b.master] for b in setup.bundles), default=4)
+    moments = max((rule.moments for rule in setup.rules), default=0)
+    return 2 * master * (1 + moments) + 2 * width
+
+
+def _widened(setup: Setup, width: int) -> int:
+    """Bytes for each element on the device beside that: torch's own step needs the gradient in the master's
+    dtype, written and read, and reads the master again to make the weight."""
+    master = max((WIDTHS[b.master] for b in setup.bundles), default=4)
+    return 3 * master if width < master else 0

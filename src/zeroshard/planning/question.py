@@ -1,0 +1,222 @@
+"""What a plan is asked for, and the ways to run that it leaves open. No torch.
+
+A *way* is a complete `Options`. Which units rest where, of a placing that fills one tier after another,
+follows from how much of the device it may take: nothing here, and as much as fits in `planner.filled`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from zeroshard.config import Options, Precision, Stage
+from zeroshard.count.balance import heaviest, imbalance
+from zeroshard.count.division import NATIVE
+from zeroshard.count.memory import Setup
+from zeroshard.count.shapes import WIDTHS, Block, Rule
+from zeroshard.count.timeline import Segment
+from zeroshard.errors import OptionError
+from zeroshard.machine import Machine
+from zeroshard.offload import Offload, Tier
+
+from .plan import PLACINGS, Placing
+
+LEVEL = 0.01  # a larger imbalance than this is dealt with
+
+Trace = Callable[[Options], tuple[Segment, ...]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is asked for.
+
+    - `options`: those that the user gave, and defaults. `stages`, `placings`, `precisions`, `recomputes`:
+      what may be chosen; `free`: names of other options that may be chosen.
+    - `trace`: the segments of a step under given options; without it activations are unknown.
+    - `micro_batches`: backward passes of a step, of which the last alone is synchronised.
+    - `disk_path`: a folder on a disk that state may rest on; without it none does.
+    - `shared`: device and host tier are one memory, of which a rank may use `limit`.
+    """
+
+    model: str
+    units: tuple[Block, ...]
+    rules: tuple[Rule, ...]
+    options: Options
+    world: int
+    limit: int
+    machine: Machine
+    host_limit: int | None = None  # of a node
+    disk_limit: int | None = None  # of a node
+    disk_path: str | None = None
+    inputs: int = 0
+    micro_batches: int = 1
+    trace: Trace | None = None
+    stages: tuple[Stage, ...] = (0, 1, 2, 3)
+    placings: tuple[Placing, ...] = PLACINGS
+    precisions: tuple[Precision | None, ...] | None = None
+    recomputes: tuple[bool, ...] = (False, True)
+    free: frozenset[str] = frozenset(("prefetch", "bucket_bytes", "split"))
+    overlaps: bool = True
+    staged: bool = False
+    shared: bool = False
+    by_node: bool = False  # whether the limit was given as that of a node
+    setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.world, self.machine.node)
+
+    @property
+    def host_share(self) -> float:
+        """Host memory of one rank."""
+        return math.inf if self.host_limit is None else self.host_limit / self.ranks_per_node
+
+    @property
+    def disk_share(self) -> float:
+        """Disk of one rank."""
+        return math.inf if self.disk_limit is None else self.disk_limit / self.ranks_per_node
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The units that can be recomputed."""
+        return tuple(unit.name for unit in self.units if unit.name)
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest tensor, below which no bucket can go."""
+        return max((w.numel * WIDTHS[w.dtype] for unit in self.units for w in unit.weights), default=1)
+
+    def setup(self, options: Options) -> Setup:
+        """What a way is made of. Ways that differ in recomputation only share nearly all of it."""
+        base = replace(options, recompute=False)
+        known = self.setups.get((base, self.world))
+        offload = base.offload
+        if known is None and offload is not None and offload.automatic and offload.device_bytes:
+            none = replace(base, offload=replace(offload, device_bytes=0))
+            known = self.setups[base, self.world] = self.setup(none).within(offload.device_bytes)
+        if known is None:
+            # Tensors are divided and bundled alike whatever is on the host, and in buckets of any size.
+            alike = Options(stage=3 if base.stage else 0, split=base.split, precision=base.precision)
+            kin = self.setups.get((alike, self.world))
+            if kin is None:
+                made = Setup(
+                    self.units, alike, self.world, self.rules, overlaps=self.overlaps, staged=self.staged
+                )
+                kin = self.setups[alike, self.world] = heaviest(made)
+            known = self.setups[base, self.world] = kin.bundled_as(base)
+        return known.recomputing(options.recompute) if options.recompute else known
+
+    def segments(self, options: Options) -> tuple[Segment, ...]:
+        return self.trace(options) if self.trace is not None else ()
+
+    def way(
+        self,
+        stage: Stage,
+        placing: Placing = "device",
+        recompute: bool | tuple[str, ...] = False,
+        lean: bool = False,
+    ) -> Options:
+        """The options of one way to run. An offload or patterns of units that the user named are used as
+        they are."""
+        own = self.options.offload is not None and placing == placing_of(self.options.offload)
+        offload = self.options.offload if own else self.offload(placing, stage)
+        patterns = self.options.recompute
+        made = replace(
+            self.options,
+            stage=stage,
+            split="level" if self._uneven and stage else self.options.split,
+            offload=offload,
+            recompute=patterns if recompute is True and isinstance(patterns, tuple) else recompute,
+        )
+        return self.leaner(made, own) if lean else made
+
+    @cached_property
+    def _uneven(self) -> bool:
+        """Whether chunks of rows would leave the fullest rank with over 1 % more than the mean, and may be
+        dealt otherwise."""
+        if "split" not in self.free or self.options.split != "auto" or self.world == 1:
+            return False
+        plain = Options(stage=3, units=self.options.units)
+        return imbalance(Setup(self.units, plain, self.world, self.rules)) > LEVEL
+
+    def offload(self, placing: Placing, stage: Stage) -> Offload | None:
+        """What a placing is. Those that fill the device first begin with none of it (`filled`)."""
+        if placing == "device":
+            return None
+        if placing == "state on disk":
+            return Offload(optimizer="disk", path=self.disk_path)
+        if placing == "state on host":
+            return Offload()
+        if placing == "all on host":
+            return Offload(parameters="host")
+        streams: Tier = "auto" if stage == 3 or self.world == 1 else "device"
+        if placing == "some on disk":
+            share = int(self.host_share) if self.host_limit is not None else None
+            return Offload(
+                optimizer="auto", parameters=streams, path=self.disk_path, device_bytes=0, host_bytes=share
+            )
+        return Offload(optimizer="auto", parameters=streams, device_bytes=0)
+
+    def leaner(self, options: Options, own_offload: bool = False) -> Options:
+        """The same with buckets no larger than the largest tensor, and nothing gathered ahead."""
+        small = max(min(options.bucket_bytes, self.largest), 1024)
+        made = options
+        if "bucket_bytes" in self.free:
+            made = replace(made, bucket_bytes=small)
+        if "prefetch" in self.free:
+            made = replace(made, prefetch=0)
+        offload = made.offload
+        if offload is not None and not own_offload:
+            made = replace(
+                made, offload=replace(offload, stages=2, stage_bytes=min(offload.stage_bytes, small))
+            )
+        return made
+
+    def families(self) -> Iterator[tuple[Stage, Placing]]:
+        """Every stage and placing that mean something together. On one rank all stages are the same."""
+        stages: tuple[Stage, ...] = self.stages if self.world > 1 else self.stages[:1]
+        for stage in stages:
+            for placing in self.placings:
+                if placing == "all on host" and stage < 3 and self.world > 1:
+                    continue  # resident parameters cannot be streamed
+                if self._has_disk_for(placing) and self._goes_with_sync(stage, placing):
+                    yield stage, placing
+
+    def _goes_with_sync(self, stage: Stage, placing: Placing) -> bool:
+        """Not every policy works at every stage, or with offload."""
+        try:
+            self.way(stage, placing)
+        except OptionError:
+            return False
+        return True
+
+    def _has_disk_for(self, placing: Placing) -> bool:
+        """What rests on a disk is updated by the native kernels alone."""
+        given = self.options.offload is not None and placing == placing_of(self.options.offload)
+        if given or "disk" not in placing:
+            return True
+        if self.disk_path is None or (placing == "some on disk" and self.host_limit is None):
+            return False
+        return all(rule.name in NATIVE for rule in self.rules)
+
+    def by_precision(self) -> Iterator[Question]:
+        """One question for each precision that is allowed."""
+        for precision in self.precisions or (self.options.precision,):
+            yield replace(self, options=replace(self.options, precision=precision))
+
+
+def placing_of(offload: Offload | None) -> Placing:
+    """Which of the planner's placings an offload is."""
+    if offload is None or offload.optimizer == offload.parameters == "device":
+        return "device"
+    if offload.automatic:
+        return "some on disk" if offload.path is not None else "some on host"
+    if offload.optimizer == "disk":
+        return "state on disk"
+    return "all on host" if offload.parameters == "host" else "state on host"

@@ -1,0 +1,445 @@
+"""What a training step keeps and computes, found by running it once on fake tensors: shapes flow, nothing
+is allocated.
+
+A *segment* is a stretch of forward inside one unit, or in the root between units. For each: the bytes that
+autograd saves in it, the most that lives at one time beyond what was saved before (forward) or is still
+saved (backward), and its operations.
+
+Units that are alike (same class, same shapes of weights and inputs) are traced once; the others repeat the
+figures. So a trace costs what one block costs, whatever the depth.
+
+Exact for the tensors that operations return. Not seen: workspace inside a kernel (cuBLAS, cuDNN), and what
+the allocator rounds up.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard.config import Precision
+from zeroshard.count.timeline import Segment
+from zeroshard.errors import PlanError
+from zeroshard.life.units import standing
+
+from .fused import as_on_gpu
+from .meter import Meter
+from .widening import Widening
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Example inputs of the model's forward: only their shapes and dtypes matter."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, batch: Any) -> Inputs:
+        """A tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
+        if isinstance(batch, dict):
+            return cls((), tuple(batch.items()))
+        return cls(tuple(batch) if isinstance(batch, tuple | list) else (batch,))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in tree_flatten((self.args, dict(self.kwargs)))[0] if isinstance(x, Tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+@dataclass(eq=False)
+class _Stretch:
+    """A segment that is being recorded. `like`: the earlier one whose figures it repeats."""
+
+    unit: str
+    saved: int = 0
+    forward: int = 0
+    flops: int = 0
+    back: int = 0
+    moved: int = 0
+    moved_back: int = 0
+    kernels: int = 0
+    kernels_back: int = 0
+    # Weights whose gradients arrived in its backward, and the most that lived before the first, after it, …
+    order: list[str] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    like: _Stretch | None = None
+    outputs: Any = None  # of a repeated one: how its outputs look, and their tree
+    standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
+
+    @property
+    def real(self) -> int:
+        """Bytes that its tensors in this trace really keep for backward."""
+        return self.saved if self.like is None else self.standing
+
+    def done(self) -> Segment:
+        source = self.like or self
+        order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
+        return Segment(
+            unit=self.unit,
+            saved=source.saved,
+            forward=source.forward,
+            backward=max(source.levels, default=0),
+            flops=source.flops,
+            back=source.back,
+            moved=source.moved,
+            moved_back=source.moved_back,
+            kernels=source.kernels,
+            kernels_back=source.kernels_back,
+            order=order,
+            levels=tuple(source.levels),
+        )
+
+
+class Tracer:
+    """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
+    dtype of each weight, as `precision` makes it; `gpu`: with the kernels of a GPU."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        recompute: Callable[[str], bool],
+        compute: dict[str, torch.dtype],
+        gpu: bool = False,
+        precision: Precision | None = None,
+    ) -> None:
+        self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
+        self._inputs = getattr(torch, precision.compute) if precision is not None else None
+        self._widening = Widening(precision)
+        self._kernels = as_on_gpu if gpu else nullcontext
+        self._modules = {name: module for name, module in model.named_modules() if name in self.names}
+        self._stretches: list[_Stretch] = []
+        self._backward: _Stretch | None = None
+        self._waiting: dict[str, dict[str, Tensor]] = {}  # by unit: leaves that have no gradient yet
+        self._arrived: list[Tensor] = []  # leaves that hold a gradient
+        self._grad_bytes = 0  # of those
+        self._saved: dict[int, Any] = {}
+        self._twins: dict[Any, tuple[_Stretch, Any]] = {}
+        self._meter = Meter(self._rose, self._worked, gpu)
+
+    def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
+        """Forward, loss and backward; the segments in the order of forward."""
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+            weights = self._weights()
+            args, kwargs = self._fake(inputs)
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            with self._watched(), self._meter, hooks, self._kernels():
+                step = _Step(self.model, partial(self._step, inputs, loss))
+                functional_call(step, weights, args, kwargs, tie_weights=False)
+        ends = (self._stretches[0], self._stretches[-1])
+        return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
+
+    def _step(self, inputs: Inputs, loss: Loss | None, *args: Any, **kwargs: Any) -> None:
+        self._begin("")
+        output = self.model(*args, **kwargs)
+        result = loss(output) if loss is not None else default_loss(output, inputs)
+        del output
+        self._backward = self._stretches[-1]
+        self._backward.levels.append(self._level())
+        result.backward()
+        self._look()
+
+    # ------------------------------------------------------------------ fakes
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Parameters in compute dtype and buffers as they are, once for every place where they stand (see
+        [Note: once a place]). They are not counted: the memory model has them."""
+        made: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
+            made[name] = fake.requires_grad_(parameter.requires_grad)
+            owner = max((u for u in self.names if name.startswith(f"{u}.")), key=len, default="")
+            self._waiting.setdefault(owner, {})[name] = fake
+        for name, buffer in self.model.named_buffers():
+            made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for fake in made.values():
+            self._leave_out(fake)
+        return {f"model.{name}": made[first] for name, first in standing(self.model).items()}
+
+    def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def one(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            dtype = self._inputs if self._inputs is not None and value.is_floating_point() else value.dtype
+            fake = torch.zeros(value.shape, dtype=dtype, device="cpu")
+            self._leave_out(fake)
+            return fake
+
+        return tree_map(one, inputs.args), tree_map(one, dict(inputs.kwargs))
+
+    def _leave_out(self, fake: Tensor) -> None:
+        self._saved[fake.untyped_storage()._cdata] = fake
+        self._meter.ignore(fake)
+
+    # ------------------------------------------------------------------ units
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Each unit's `forward` replaced by one that tells where forward is. Kept modules compute as in a
+        run."""
+        kept = list(self._widening.modules(self.model))
+        before = [(module, vars(module).get("forward")) for module in {*self._modules.values(), *kept}]
+        for module in kept:
+            module.forward = self._widening.forward(module.forward)
+        for name, module in self._modules.items():
+            module.forward = partial(self._enter, name, module, module.forward)
+        try:
+            yield
+        finally:
+            for module, own in before:
+                del module.forward
+                if own is not None:
+                    module.forward = own
+
+    def _enter(
+        self, name: str, module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._backward is not None:
+            return self._again(name, plain, args, kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        key = (
+            type(module),
+            str(tree),
+            self.recompute(name),
+            tuple((_sight(x), self._is_saved(x)) for x in leaves),
+            tuple(_sight(p) for p in module.parameters()),
+        )
+        outer = self._stretches[-1].unit
+        self._begin(name)
+        if key in self._twins:
+            output = self._repeat(key, leaves)
+        else:
+            kept = (
+                partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
+                if self.recompute(name)
+                else plain
+            )
+            output = kept(*args, **kwargs)
+            flat, out_tree = tree_flatten(output)
+            self._hook(flat)
+            sights = [(*_sight(x), self._is_saved(x)) for x in flat]
+            self._twins[key] = (self._stretches[-1], (sights, out_tree))
+        self._begin(outer)
+        return output
+
+    def _hook(self, outputs: list[Any]) -> None:
+        """Backward comes to a unit with the gradient of its output, also where a checkpoint of the model's
+        own hides what the unit saves."""
+        arrive = partial(self._arrive, self._stretches[-1])
+        for tensor in outputs:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: arrive())
+
+    def _again(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit's forward in backward: ours that recomputes it, or a checkpoint of the model's own."""
+        assert self._backward is not None
+        here = self._stretches.index(self._backward)
+        own = [index for index, stretch in enumerate(self._stretches) if stretch.unit == name]
+        stretch = self._stretches[max((index for index in own if index <= here), default=own[-1])]
+        self._arrive(stretch)
+        if stretch.like is None:
+            return plain(*args, **kwargs)
+        return self._stand(stretch, tree_flatten((args, kwargs))[0])
+
+    def _repeat(self, key: Any, leaves: list[Any]) -> Any:
+        """Outputs as the first such unit had, without computing them; what it saved and computed counts
+        again."""
+        stretch = self._stretches[-1]
+        stretch.like, stretch.outputs = self._twins[key]
+        return self._stand(stretch, leaves)
+
+    def _stand(self, stretch: _Stretch, leaves: list[Any]) -> Any:
+        outputs, tree = stretch.outputs
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        wanted = [o for o in outputs if o[0] == "tensor"]
+        standing = _Stand.apply(wanted, partial(self._arrive, stretch), *tensors)  # type: ignore[no-untyped-call]
+        for tensor, output in zip(standing, wanted, strict=True):
+            if output[-1] and self._backward is None:
+                # The first one saved it, and what comes next shall not count it again.
+                stretch.standing += self._save(tensor)
+        made = iter(standing)
+        return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in outputs], tree)
+
+    # ------------------------------------------------------------------ what is counted
+
+    def _begin(self, unit: str) -> None:
+        self._stretches.append(_Stretch(unit))
+        self._rose(self._meter.now)
+
+    def _rose(self, now: int) -> None:
+        if self._backward is None:
+            stretch = self._stretches[-1]
+            stretch.forward = max(stretch.forward, now - self._below(stretch) + stretch.saved)
+            return
+        self._look()
+        self._backward.levels[-1] = max(self._backward.levels[-1], self._level())
+
+    def _look(self) -> None:
+        """Gradients that have arrived since the last look. Those on leaves are the memory model's account."""
+        stretch = self._backward
+        assert stretch is not None
+        for unit in dict.fromkeys((stretch.unit, "")):
+            waiting = self._waiting.get(unit, {})
+            for name in [name for name, leaf in waiting.items() if leaf.grad is not None]:
+                leaf = waiting.pop(name)
+                assert leaf.grad is not None
+                self._arrived.append(leaf)
+                self._grad_bytes += leaf.grad.untyped_storage().nbytes()
+                stretch.order.append(name)
+                stretch.levels.append(self._level())
+
+    def _level(self) -> int:
+        assert self._backward is not None
+        return self._meter.now - self._grad_bytes - self._below(self._backward)
+
+    def _below(self, stretch: _Stretch) -> int:
+        """Bytes really saved up to and including a stretch; repeated ones saved nothing."""
+        total = 0
+        for other in self._stretches:
+            total += other.real
+            if other is stretch:
+                break
+        return total
+
+    def _worked(self, flops: int, moved: int) -> None:
+        if self._backward is None:
+            stretch = self._stretches[-1]
+            stretch.flops += flops
+            stretch.moved += moved
+            stretch.kernels += bool(flops or moved)
+        else:
+            self._backward.back += flops
+            self._backward.moved_back += moved
+            self._backward.kernels_back += bool(flops or moved)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        stretch = self._backward or self._stretches[-1]
+        if self._backward is None and not self._is_saved(tensor):
+            stretch.saved += self._save(tensor)
+        return stretch, tensor
+
+    def _is_saved(self, value: Any) -> bool:
+        """Whether autograd keeps this memory already (or the model does: weights and inputs)."""
+        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self._saved
+
+    def _save(self, tensor: Tensor) -> int:
+        """From now on it is kept; its bytes."""
+        storage = tensor.untyped_storage()
+        self._saved[storage._cdata] = None
+        weakref.finalize(storage, self._saved.pop, storage._cdata, None)
+        return storage.nbytes()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        stretch, tensor = packed
+        if self._backward is not None:
+            self._arrive(stretch)
+        result: Tensor = tensor
+        return result
+
+    def _arrive(self, stretch: _Stretch) -> None:
+        """Backward has come to a segment: the gradients of the one before are in their buckets by now."""
+        at = self._backward
+        assert at is not None
+        if stretch is not at:
+            self._look()
+            for leaf in self._arrived:
+                leaf.grad = None
+            self._arrived.clear()
+            self._grad_bytes = 0
+            first, last = (self._stretches.index(s) for s in (stretch, at))
+            for passed in (*reversed(self._stretches[first + 1 : last]), stretch):
+                self._backward = passed
+                if not passed.levels:
+                    passed.levels.append(self._level())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors log a traceback of every error before they raise it; the error says enough."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+class _Step(nn.Module):
+    """A whole step as a module, so that the fake weights stand in the model during backward too:
+    recomputation needs them."""
+
+    def __init__(self, model: nn.Module, step: Callable[..., None]) -> None:
+        super().__init__()
+        self.model, self._step = model, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        self._step(*args, **kwargs)
+
+
+class _Stand(torch.autograd.Function):
+    """Stands for a unit that is like an earlier one."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Any], arrive: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.arrive, ctx.shapes = arrive, [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        ctx.save_for_backward(torch.empty(0))  # so that a checkpoint around it keeps what it would keep
+        return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, *_ in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _ = ctx.saved_tensors
+        ctx.arrive()
+        return (
+            None,
+            None,
+            *(torch.empty(shape, dtype=dtype) if needed else None for shape, dtype, needed in ctx.shapes),
+        )
+
+
+def _sight(value: Any) -> tuple[Any, ...]:
+    """What makes two values alike to a trace."""
+    if isinstance(value, Tensor):
+        return "tensor", value.shape, value.dtype, value.requires_grad
+    return ("value", value if isinstance(value, int | float | str | bool | None) else type(value))
+
+
+def default_loss(output: Any, inputs: Inputs) -> Tensor:
+    """The model's own scalar or `.loss`; for logits over tokens a cross-entropy; else a mean of squares."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if isinstance(found, Tensor):
+        return found
+    tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+    if not tensors:
+        raise PlanError(
+            "the model's output has no gradient, so no backward can be traced. Pass loss=, a function of it."
+        )
+    first = tensors[0]
+    if first.dim() == 0:
+        return first
+    tokens = next((t for t in inputs.tensors if t.dtype == torch.int64), None)
+    if tokens is not None and first.shape[:-1] == tokens.shape:
+        targets = torch.zeros(tokens.numel(), dtype=torch.int64)
+        return F.cross_entropy(first.flatten(0, -2).float(), targets)
+    return first.float().square().mean()

@@ -1,0 +1,118 @@
+"""Models and optimizers that no run can take, and no plan can be made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from zeroshard.config import Options, Precision
+from zeroshard.errors import ModelError, OptionError
+from zeroshard.life.step import refuse_unfit
+from zeroshard.life.units import matching
+
+MOST_PATTERNS = 4  # that a message lists
+WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
+
+
+def refuse_model(model: nn.Module, who: str) -> None:
+    """`who`: whom it was given to, for the message."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{who} takes a torch.nn.Module, not {type(model).__name__}.")
+    if next(model.parameters(), None) is None:
+        raise ModelError(f"{type(model).__name__} has no parameters to shard.")
+
+
+def refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], who: str) -> None:
+    """Those that are none, that have no meaning on shards, or that are another model's."""
+    known = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise ModelError(f"{who} takes torch optimizers, not {kind}.")
+        refuse_unfit(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = sum(id(p) not in known for p in held)
+        if strangers:
+            raise ModelError(
+                f"{strangers} of the {len(held)} parameters of {kind} are not in the model. Build the "
+                "optimizer from model.parameters(), after the model is complete, and pass that very model."
+            )
+
+
+def refuse_rows(optimizers: Sequence[Optimizer], options: Options) -> None:
+    """Rows asked for where torch's own optimizer is known to look at whole matrices."""
+    for optimizer in optimizers if options.split == "rows" else ():
+        if isinstance(optimizer, WHOLE):
+            kind = type(optimizer).__name__
+            raise OptionError(
+                f'split="rows" gives {kind} rows of a matrix, and it looks at whole ones: it would be '
+                "another optimizer on every number of ranks. Drop split=: each tensor then goes to one rank."
+            )
+
+
+def refuse_second_names(model: nn.Module, options: Options) -> None:
+    """Patterns of options that name a tied weight by another than its first name, by which it goes here."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    others = {name: first[id(p)] for name, p in every if name != first[id(p)]}
+    patterns = [("Precision.keep", one) for one in (options.precision.keep if options.precision else ())]
+    patterns += [("compress", one) for one, _ in options.compress]
+    patterns += [("gather", one) for one, _ in options.gather]
+    for what, pattern in patterns if others else ():
+        found = next((name for name in others if fnmatchcase(name, pattern)), None)
+        if found is not None and not any(fnmatchcase(name, pattern) for name in first.values()):
+            raise OptionError(
+                f'{what}: "{pattern}" names `{found}`, which is tied to `{others[found]}` and goes by that '
+                f'name: write "{others[found]}".'
+            )
+
+
+def refuse_precision(model: nn.Module, precision: Precision | None) -> None:
+    """Patterns that name no parameter; and batch statistics of another dtype than the weights beside them, of
+    which torch would say in forward that it expected another scalar type."""
+    if precision is None:
+        return
+    names = [name for name, p in model.named_parameters() if p.is_floating_point()]
+    kept = set(matching(precision.keep, names, "Precision.keep", "parameters"))
+    mixed = list(_mixed_statistics(model, precision, kept))
+    if not mixed:
+        return
+    path, module, statistics, weights = mixed[0]
+    told = f"`{path or 'the model'}` ({type(module).__name__}) has statistics in {statistics}"
+    if statistics != precision.master:
+        raise OptionError(
+            f"{told} and would compute with weights in {weights}, which torch refuses. Cast that module "
+            f"before shard(): .to(torch.{weights})."
+        )
+    keep = repr((*precision.keep, *(f"{found[0]}.*" if found[0] else "*" for found in mixed)))
+    if len(mixed) > MOST_PATTERNS:
+        keep = 'tuple(f"{n}.*" for n, m in model.named_modules() if hasattr(m, "running_mean"))'
+        keep += f" + {precision.keep!r}" if precision.keep else ""
+    raise OptionError(
+        f"{told}, and precision= has its weights compute in {weights}, which torch refuses. Let them compute "
+        f'in {statistics}: precision=zs.Precision("{precision.compute}", keep={keep}).'
+    )
+
+
+def _mixed_statistics(
+    model: nn.Module, precision: Precision, kept: set[str]
+) -> Iterator[tuple[str, nn.Module, str, str]]:
+    """Modules whose running statistics and weights would differ: name, module, the two dtypes."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        mean, weight = module._buffers.get("running_mean"), module._parameters.get("weight")
+        if (
+            isinstance(module, _NormBase)
+            and mean is not None
+            and weight is not None
+            and weight.is_floating_point()
+        ):
+            statistics = str(mean.dtype).removeprefix("torch.")
+            weights = precision.master if names[id(weight)] in kept else precision.compute
+            if statistics != weights:
+                yield path, module, statistics, weights

@@ -1,0 +1,174 @@
+"""A unit at run time: its bundles, and who stands in its modules; see [Note: who stands in the modules] in
+`runtime`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from types import FrameType
+
+from torch import Tensor, nn
+
+from zeroshard.errors import StateError
+from zeroshard.host.part import Part
+from zeroshard.life.param import Bundle
+from zeroshard.life.shard import Param
+from zeroshard.life.units import Unit
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class LiveUnit:
+    """A unit with its bundles, and where it is in the current forward or backward."""
+
+    def __init__(self, unit: Unit, bundles: Sequence[Bundle]) -> None:
+        self.name, self.label, self.module = unit.name, unit.label, unit.module
+        self.bundles = list(bundles)
+        self.params = [p for b in self.bundles for p in b.params]
+        self.depth = 0  # entries that have not been left
+        self.trainable = sum(p.trainable for p in self.params)
+        self._frozen = {id(p) for p in self.params if not p.trainable}
+        self.expected = self.trainable  # gradients that have yet to arrive in this backward
+        self.sharded = any(not b.resident for b in self.bundles)
+        self._seats = _seats(self.params)
+        self._leaves, self._homes = [p.leaf for p in self.params], [p.home for p in self.params]
+        self.parts: list[Part] = []  # updates on the host that its weights wait for
+
+    def follow_homes(self) -> None:
+        """`requires_grad` is the user's to change, on the homes of parameters that there are buckets for."""
+        self._check_homes()
+        if list(map(_requires_grad, self._leaves)) == list(map(_requires_grad, self._homes)):
+            return
+        for param in self.params:
+            if param.leaf.requires_grad is not param.home.requires_grad:
+                if id(param) in self._frozen:
+                    raise StateError(
+                        f"`{param.name}` was frozen when zs.shard() was called, so its gradient has no "
+                        "place. Freeze it after shard() instead of before: then it can be thawed."
+                    )
+                param.leaf.requires_grad_(param.home.requires_grad)
+
+    def _check_homes(self) -> None:
+        """A forward is about to put leaves where something else than the homes may stand."""
+        for seats, _, homes in self._seats:
+            if not all(map(is_, map(seats.get, homes), homes.values())):
+                names = {id(p.home): p.name for p in self.params}
+                name = next(names[id(home)] for at, home in homes.items() if seats.get(at) is not home)
+                raise StateError(
+                    f"`{name}` in the model is not what zs.shard() put there, and no forward would use it. "
+                    "It was replaced (by assignment, or load_state_dict(assign=True)), or this forward is "
+                    "inside run.gathered() or torch.func.functional_call(). Write values through "
+                    "run.gathered(write=True) and run the model after the block; run.kept_full() keeps what "
+                    "is gathered for several forwards; call functions on a copy made inside gathered()."
+                )
+
+    def stand_leaves(self) -> None:
+        for seats, leaves, _ in self._seats:
+            seats.update(leaves)
+
+    def stand_homes(self) -> None:
+        for seats, _, homes in self._seats:
+            seats.update(homes)
+
+    def release(self) -> None:
+        for bundle in self.bundles:
+            bundle.release()
+
+    def abandon(self) -> None:
+        """As before its first entry."""
+        self.depth = 0
+        self.stand_homes()
+        self.release()
+
+
+Seats = dict[str, nn.Parameter | None]
+
+
+class Caller:
+    """The frame that a forward was begun from. Torch calls no hook where an interrupt (Ctrl-C) ends a
+    forward; but then this frame is on the stack no more."""
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._thread = 0
+
+    def note(self) -> None:
+        """A forward begins: its frame is the first that is neither ours nor the compiler's."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _passing(frame):
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+
+    def forget(self) -> None:
+        self._frame = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether the forward has ended, as far as this thread can tell."""
+        if self._frame is None or threading.get_ident() != self._thread:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is None
+
+
+def _passing(frame: FrameType) -> bool:
+    """Whether it ends before the forward does: a hook of ours, or what the compiler wraps around it."""
+    return str(frame.f_globals.get("__name__")).startswith(("zeroshard.", "torch._dynamo."))
+
+
+class Course:
+    """The order in which units compute, recorded in forward: which come next, and which stay for backward."""
+
+    def __init__(self) -> None:
+        self.last: list[LiveUnit] = []  # stay from forward to backward, which needs them first
+        self._units: list[LiveUnit] = []
+        self._places: dict[int, int] = {}  # id(unit) -> place among them
+        self._trace: list[LiveUnit] = []
+        self._reach = 0
+
+    def enter(self, unit: LiveUnit) -> None:
+        """It computes, in forward."""
+        self._trace.append(unit)
+
+    def drop(self) -> None:
+        """A forward was interrupted: its order says nothing."""
+        self._trace.clear()
+
+    def end(self, reach: int) -> None:
+        """A forward is over. `reach`: how many units are gathered ahead of use."""
+        units = list(dict.fromkeys(self._trace))
+        self._trace.clear()
+        if len(units) >= len(self._units):
+            self._units, self._reach = units, reach
+            self._places = {id(unit): place for place, unit in enumerate(units)}
+            self.last = units[-1 - reach :]
+
+    def upcoming(self, unit: LiveUnit, backward: bool) -> list[LiveUnit]:
+        """What is gathered ahead while a unit computes."""
+        place = self._places.get(id(unit))
+        if place is None:
+            return []
+        if backward:
+            return self._units[max(place - self._reach, 0) : place][::-1]
+        return self._units[place + 1 : place + 1 + self._reach]
+
+
+def _seats(params: Sequence[Param]) -> list[tuple[Seats, Seats, Seats]]:
+    """Per module where parameters stand: its own parameters, and the leaves and homes to put there."""
+    found: dict[int, tuple[Seats, Seats, Seats]] = {}
+    for param in params:
+        for place in param.places:
+            seats = place.module._parameters
+            _, leaves, homes = found.setdefault(id(seats), (seats, {}, {}))
+            leaves[place.attribute], homes[place.attribute] = param.leaf, param.home
+    return list(found.values())
+
+
+def leaf_of(view: Tensor, trainable: bool) -> nn.Parameter:
+    """A leaf over a bundle's memory. Through `.data`, so that refilling the buffer does not count as
+    changing the leaf in place."""
+    return nn.Parameter(view.data, requires_grad=trainable)

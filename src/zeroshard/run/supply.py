@@ -1,0 +1,81 @@
+"""What the units compute with: parameters that their owners hand on after an update, and that are gathered
+ahead of use. `runtime` says when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroshard.comm import Transport
+from zeroshard.host.updates import HostUpdates
+from zeroshard.life.param import Bundle
+
+from .live import Course, LiveUnit
+from .spans import span
+
+
+class Supply:
+    """Publishes this rank's rows and brings units what the peers have published. `updates`, where a call
+    takes them, are the host's: weights wait for those under way."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.course = Course()
+        self.stale = True  # homes are newer than what the leaves hold
+        self._rewritten = self.repeats = False  # by another than the optimizer; with what peers know already
+        self.epoch = 0
+        # Over shared memory a gather is a copy by this thread: starting it early hides nothing.
+        self.overlaps = transport.overlaps
+        self._refreshed: list[Bundle] = []
+        self._handed_on: list[Bundle] = []
+        self._waits = True  # for all of the host's updates before a forward
+
+    def adopt(self, bundles: Sequence[Bundle]) -> None:
+        self.overlaps = self.overlaps or any(b.rests.rows != "device" for b in bundles)
+        self._refreshed = [b for b in bundles if b.refreshes]  # in `publish`: often none of many
+        # [Note: in turn] Peers read rows, or codes of all of them, whenever they like. Where nobody does (one
+        # rank, stage 0) each unit waits for its own update, and forward begins while later ones are under
+        # way. Not over transports of the CPU: layers of a bypassed unit compute with homes, which change.
+        alone = self._transport.size == 1 or self._transport.keeps_order
+        read = any(b.region is not None or b.coded is not None for b in bundles)
+        self._waits = read or not alone
+        self._handed_on = [b for b in bundles if b.exchanges or (self.overlaps and b.resident)]
+
+    def changed(self) -> None:
+        """Homes were written by someone else than the optimizer."""
+        self.stale, self._rewritten, self.repeats = True, True, False
+
+    def publish(self, updates: HostUpdates | None) -> None:
+        """Let the peers have this rank's newest rows. Not done by `step`: loops write parameters after it."""
+        if self.stale:
+            if updates is not None and (self._waits or self._rewritten or updates.ahead):
+                updates.drain()
+            for bundle in self._refreshed:
+                bundle.refresh(self._rewritten, self.repeats)
+            self._rewritten = self.repeats = False
+            self._transport.open()
+            self.epoch += 1
+            self.stale = False
+            for bundle in self._handed_on:
+                bundle.exchange()
+                if bundle.resident and self.overlaps:
+                    bundle.gather(self.epoch)
+
+    def bring(self, unit: LiveUnit, updates: HostUpdates | None, backward: bool) -> None:
+        """Gather a unit, start on the ones that come next, and wait for it."""
+        with span(f"gather {unit.label}"):
+            self._fetch(unit, updates, backward)
+
+    def _fetch(self, unit: LiveUnit, updates: HostUpdates | None, backward: bool) -> None:
+        if unit.parts and updates is not None and not backward:
+            for part in unit.parts:
+                if not part.holding:
+                    updates.ask(part)
+        for bundle in unit.bundles:
+            bundle.gather(self.epoch)
+        if self.overlaps:
+            for ahead in self.course.upcoming(unit, backward):
+                if all(part.holding or part.done.is_set() for part in ahead.parts):
+                    for bundle in ahead.bundles:
+                        bundle.gather(self.epoch)
+        for bundle in unit.bundles:
+            bundle.finish()
