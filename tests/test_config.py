@@ -162,6 +162,11 @@ def test_the_typed_keywords_are_the_options() -> None:
     assert set(typing.get_type_hints(OptionKeys)) == {field.name for field in dataclasses.fields(Options)}
 
 
+def test_every_option_is_described_where_it_is_given() -> None:
+    described = str(zs.shard.__doc__)
+    assert not [field.name for field in dataclasses.fields(Options) if f"`{field.name}`:" not in described]
+
+
 @pytest.mark.parametrize(
     ("precision", "wire", "landed", "numerics"),
     [

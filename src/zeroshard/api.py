@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -68,6 +69,9 @@ def shard(
       needing whole tensors. ``"level"``: ``"auto"`` with rows dealt so that all ranks hold the same.
     - `buffers`: ``"broadcast"`` buffers that forward changes (batch statistics) from rank 0, or keep them
       ``"local"``.
+    - `offload`: an `Offload(...)`, which says what rests in host memory or on a disk (default: nothing).
+    - `clip_norm`: gradients are clipped by their global norm, as `clip_grad_norm_` does it, before each step;
+      updates on the host then begin in backward (`math.inf`: the norm is measured, nothing clipped).
     - `sync`: how often the ranks meet: `EveryStep()` (exact, the default), `Delayed()`, `Local(...)`,
       `Adaptive(...)`.
     - `compress`: a codec through which gradients travel (`Int8()`), or a mapping from name patterns to
@@ -120,11 +124,12 @@ def shard(
             promise.release()
         transport.close()
         raise
+    return Run(model, runtime, hooks, Keeper(model, runtime, partial(_peers, group, transport)), promise)
 
-    def meet() -> Peers:
-        return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
 
-    return Run(model, runtime, hooks, Keeper(model, runtime, meet), promise)
+def _peers(group: ProcessGroup | None, transport: Transport) -> Peers:
+    """The ranks as checkpoints see them."""
+    return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
 
 
 def _listed(optimizer: Any) -> list[Optimizer]:
