@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,6 +96,21 @@ def test_the_bits_are_those_of_gloo(index: int, stage: int) -> None:
     """Two numbers have one sum. So what is known of gloo holds for NCCL."""
     assert_same_bits(over("nccl", stage, index).weights, over("gloo", stage, index).weights)
     assert over("nccl", stage, index).losses == over("gloo", stage, index).losses
+
+
+def straight(case: Offloaded, options: dict[str, Any]) -> Any:
+    """With tensors of any size gathered straight to their place, where all ranks own equally much of them."""
+    with patch("zeroshard.count.layout.STRAIGHT", 16):
+        return offloaded(case, options)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("index", range(len(BY_STAGE)), ids=lambda i: str(BY_STAGE[i]))
+def test_tensors_that_come_straight_to_their_place(index: int, stage: int) -> None:
+    options = {"stage": stage, "transport": "nccl"} | BY_STAGE[index]
+    for trained in ranks(2, "nccl").run(straight, SHORT, options):
+        assert_same_bits(trained.weights, over("nccl", stage, index).weights)
+        assert trained.losses == over("nccl", stage, index).losses
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -8,20 +8,25 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from nccl_case import FakeStream, nccl_over_gloo
-from offload_case import Case, Trained, offloaded, parts
+from offload_case import Case, Trained, make_model, offloaded, parts
 
 from zeroshard import api
 from zeroshard.comm import NcclTransport
+from zeroshard.count.layout import STRAIGHT, slots_for
 from zeroshard.life.param import Bundle
 from zeroshard.testing import assert_same_bits, ranks
 
 pytestmark = pytest.mark.ranks
 CASE = Case(steps=12)
+ON_HOST = {"offload": parts(parameters="host")}
 
 
-def over_nccl(name: str, options: dict[str, Any]) -> tuple[Trained, bool, list[str], int]:
+def over_nccl(
+    name: str, options: dict[str, Any], straight: int = STRAIGHT
+) -> tuple[Trained, bool, list[str], int]:
     """A run over the NCCL transport; whether peers are sent what rests on the host itself, the keys of its
-    regions on the device, and how often the host waited."""
+    regions on the device, and how often the host waited. `straight`: from which size on tensors go straight
+    to their place."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     with nccl_over_gloo(store) as transport:
         made: list[Bundle] = []
@@ -41,6 +46,7 @@ def over_nccl(name: str, options: dict[str, Any]) -> tuple[Trained, bool, list[s
             patch.object(api, "connect", lambda *_, **__: transport),
             patch.object(Bundle, "__init__", keep),
             patch.object(NcclTransport, "allocate", count),
+            patch("zeroshard.count.layout.STRAIGHT", straight),
         ):
             told = offloaded(CASE, {"stage": 3} | options)
         direct = all(b.region is not None and b.region.mine is b.rows for b in made)
@@ -58,6 +64,16 @@ def test_rows_on_the_host_are_what_peers_gather(precision: str | None) -> None:
     assert direct
     assert on_device == [], "a region on the device would be the parameters once more"
     assert waits >= CASE.steps, "the host writes rows only when the device has read them"
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"precision": "bf16"}, ON_HOST], ids=str)
+def test_what_goes_straight_to_its_place_has_the_same_bits(options: dict[str, Any]) -> None:
+    shapes = [(name, tuple(weight.shape)) for name, weight in make_model().named_parameters()]
+    with patch("zeroshard.count.layout.STRAIGHT", 16):
+        assert {slot.straight for slot in slots_for(shapes, 2, "rows")} == {True, False}
+    told = [ranks(2).run(over_nccl, f"{least} {options}", options, least)[0][0] for least in (16, STRAIGHT)]
+    assert_same_bits(told[0].weights, told[1].weights)
+    assert told[0].losses == told[1].losses
 
 
 def test_rows_on_the_device_have_regions_there() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from zeroshard.comm import NcclTransport, Targets, in_wire
+from zeroshard.comm import NcclTransport, Region, Targets, in_wire
 from zeroshard.comm.targets import totals_of
+from zeroshard.comm.transport import Cuts
 from zeroshard.count.layout import Pack, Split, slots_for
 
 WORLDS = (1, 2, 3, 7, 16, 300)
@@ -68,9 +71,10 @@ def test_by_bands_comes_what_rank_by_rank_comes(split: Split, world: int, in_pla
         for target, (offset, n) in zip(targets, cut, strict=True):
             target.copy_(wire[pack.starts[rank] + offset :][:n])
     assert not (in_place and by_rank[world // 2])
-    for pieces, apart in ((wire, None), (tight, each)):
+    for in_turn in (False, True):
         buffer = torch.full((pack.full,), -2.0)
-        to, of = Targets(pack, buffer, own).pairs(pieces, apart)
+        out = Targets(pack, buffer, own)
+        to, of = out.in_turn(tight) if in_turn else out.in_wire(wire)
         if to:
             torch._foreach_copy_(to, of)
         assert torch.equal(buffer, expected)
@@ -83,6 +87,63 @@ def test_by_bands_comes_what_rank_by_rank_comes(split: Split, world: int, in_pla
         nccl._copy_out(tight, each, cuts, out if by_bands else list(out))
         assert torch.equal(buffer, expected)
         assert totals_of(cuts, out) == [sum(n for _, n in cut) for cut in cuts]
+
+
+class Peers:
+    """Ranks over NCCL one after another: first all say what they would send, then each gets that of all."""
+
+    def __init__(self, pack: Pack, world: int) -> None:
+        self.ranks = [object.__new__(NcclTransport) for _ in range(world)]
+        self.sent: list[list[torch.Tensor]] = []
+        for rank, transport in enumerate(self.ranks):
+            transport.rank, transport.size, transport.device = rank, world, torch.device("cpu")
+            transport._stages = {}
+
+    def gather(self, rank: int, source: Region, cuts: Cuts, out: Targets) -> list[tuple[int, int]]:
+        """Lengths of what was brought, and of this rank's part in it."""
+        transport, brought = self.ranks[rank], list[tuple[int, int]]()
+
+        def bring(whole: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
+            brought.extend((a.numel(), b.numel()) for a, b in zip(whole, mine, strict=True))
+            if len(self.sent) < len(self.ranks):
+                self.sent.append([part.clone() for part in mine])
+                return
+            for number, to in enumerate(whole):
+                to.copy_(torch.cat([sent[number] for sent in self.sent]))
+
+        with patch.object(NcclTransport, "_bring", staticmethod(bring)):
+            transport._fetch(source, cuts, out)
+        return brought
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_large_even_tensors_come_straight_to_their_place(world: int, in_place: bool, on_host: bool) -> None:
+    """The others, in the same launch, by way of the stage, which has no room for the large ones."""
+    shapes = [(7, 4), (64, 3), (5,), (1024, 2), (), (96,), (1023, 2), (4096,)]
+    with patch("zeroshard.count.layout.STRAIGHT", 1000):
+        pack = Pack(tuple(slots_for([(f"p{n}", s) for n, s in enumerate(shapes)], world, "rows")), world)
+        assert [slot.straight for slot in pack.slots] == [s in ((1024, 2), (4096,)) for s in shapes]
+        torch.manual_seed(0)
+        expected = torch.full((pack.full,), -2.0)
+        for slot, at in zip(pack.slots, pack.full_offsets, strict=True):
+            expected[at : at + slot.numel] = torch.rand(slot.numel)
+        peers, cuts = Peers(pack, world), pack.cuts_of_full if in_place else pack.cuts_of_pieces
+        for turn, rank in itertools.product(range(2), range(world)):
+            buffer = torch.full((pack.full,), -2.0)
+            mine = buffer if in_place else torch.full((pack.pieces[rank],), -1.0)
+            for (to, n), (of, _) in zip(cuts[rank], pack.cut_of_full(rank), strict=True):
+                mine[to : to + n] = expected[of : of + n]
+            out = Targets(pack, buffer, rank if in_place else None)
+            region = Region("rows", mine, state={"host": True} if on_host else {})
+            brought = peers.gather(rank, region, cuts, out)
+            assert brought[:2] == [(2048, 2048 // world), (4096, 4096 // world)]
+            assert brought[2:] == [(out.each * world, out.each)]
+            if turn:
+                assert torch.equal(buffer, expected)
+            past = sum(length for _, length in brought[:2]) if on_host else 0
+            assert peers.ranks[rank]._stages[torch.float32].numel() == out.each * (world + 1) + past
 
 
 def test_pieces_of_a_band_are_rows_of_the_wire() -> None:

@@ -2,7 +2,7 @@
 
 - **stage**: device memory that NCCL reads or writes where the caller's pieces are uneven or in several
   places. All operations run one after another on one stream, so one stage per dtype serves them all; it grows
-  to the largest.
+  to the largest. Large tensors that all ranks own equally much of are gathered past it, to their place.
 - fp32 and fp64 wires use NCCL's reduce-scatter. It would add 16-bit wires in 16 bits, so those go by all-to-
   all and are added here in fp32, in rank order: the same bytes.
 """
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NcclTransport"]
 
-# Torch 2.13 renamed both and warns about the old names; 2.11 knows only those.
+# Torch 2.13 renamed it and warns about the old name; 2.11 knows only that.
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # The exit status of a rank that was stuck in the driver.
 EXIT_STUCK = 75
@@ -181,24 +180,40 @@ class NcclTransport(Transport):
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         totals = totals_of(cuts, out)
-        each = max(totals)
         with self._next(kind, key):
-            if each:
-                mine, landing = self._stage(source.mine.dtype, each, each * self.size)
-                segments = cuts[self.rank]
-                parts = [source.mine[at : at + numel] for at, numel in segments]
-                packed = slices(mine, [numel for _, numel in segments])
-                if source.state.get("host"):
-                    for to, part in zip(packed, parts, strict=True):
-                        to.copy_(part, non_blocking=True)
-                elif len(segments) == 1 and totals[self.rank] == each:
-                    mine = parts[0]
-                elif segments:
-                    torch._foreach_copy_(packed, parts)
-                _all_gather(_real(landing), _real(mine), group=self._group)
-                self._copy_out(landing, each, cuts, out)
+            if any(totals):
+                self._fetch(source, cuts, out)
             self._count_gather(kind, totals, source.mine.element_size())
             return self._started(kind, key, source)
+
+    def _fetch(self, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]) -> None:
+        """In one launch: large even slots straight to their place, the others to the stage. Rows on the host
+        pass through the stage."""
+        straight = out.straight if isinstance(out, Targets) else {}
+        each = out.each if isinstance(out, Targets) else max(totals_of(cuts, out))
+        parts = [source.mine[at : at + numel] for at, numel in cuts[self.rank]]
+        own = [parts[slot] for slot in straight]
+        others = [part for slot, part in enumerate(parts) if slot not in straight]
+        on_host = bool(source.state.get("host"))
+        sizes = [part.numel() for part in own] if on_host else []
+        mine, landing, *near = self._stage(source.mine.dtype, each, each * self.size, *sizes)
+        packed = slices(mine, [part.numel() for part in others])
+        if on_host:
+            for to, part in zip([*near, *packed], [*own, *others], strict=True):
+                to.copy_(part, non_blocking=True)
+        elif len(others) == 1 and others[0].numel() == each:
+            mine = others[0]
+        elif others:
+            torch._foreach_copy_(packed, others)
+        staged = ([landing], [mine]) if each else ([], [])
+        self._bring([*straight.values(), *staged[0]], [*(near if on_host else own), *staged[1]])
+        self._copy_out(landing, each, cuts, out)
+
+    def _bring(self, whole: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
+        """Pieces of all ranks, one after another, for each of some tensors."""
+        work = self._group.allgather_into_tensor_coalesced(list(map(_real, whole)), list(map(_real, mine)))
+        if work is not None:
+            work.wait()
 
     def _copy_out(
         self, landing: torch.Tensor, each: int, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
@@ -206,7 +221,7 @@ class NcclTransport(Transport):
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         if isinstance(out, Targets):
-            targets, parts = out.pairs(landing, each)
+            targets, parts = out.in_turn(landing)
         else:
             for rank, tensors in enumerate(out):
                 if len(tensors) > 0:

@@ -77,9 +77,7 @@ class SimulatedTransport(LocalTransport):
         self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         totals = totals_of(cuts, out)
-        stage = self._stage(source.mine.dtype, max(totals) * (self.size + 1))
-        mine = slices(stage, [numel for _, numel in cuts[self.rank]])
-        torch._foreach_copy_(mine, [source.mine[at : at + numel] for at, numel in cuts[self.rank]])
+        mine = self._sent(source, cuts, out)
         if isinstance(out, Targets):
             pairs = [(mine[slot], to) for _, strides in out.bands for slot, to in strides]
         else:
@@ -91,6 +89,20 @@ class SimulatedTransport(LocalTransport):
             torch._foreach_copy_([to for _, to in fed], [own for own, _ in fed])
         self._count_gather(kind, totals, source.mine.element_size())
         return Done()
+
+    def _sent(self, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """What this rank sends of each slot: as it lies there, or a copy on the stage. Between GPUs that has
+        room for what all ranks send of what is not gathered straight to its place."""
+        straight = out.straight if isinstance(out, Targets) else {}
+        each = out.each if isinstance(out, Targets) else max(totals_of(cuts, out))
+        parts = [source.mine[at : at + numel] for at, numel in cuts[self.rank]]
+        staged = [slot for slot in range(len(parts)) if slot not in straight or source.state.get("host")]
+        sizes = [parts[slot].numel() for slot in staged]
+        past = sum(parts[slot].numel() for slot in staged if slot in straight)
+        stage = self._stage(source.mine.dtype, past + each * (self.size + 1))
+        for slot, copy in zip(staged, slices(stage, sizes), strict=True):
+            parts[slot] = copy.copy_(parts[slot])
+        return parts
 
     def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         return [float(value) * self.size for value in values]

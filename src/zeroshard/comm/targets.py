@@ -2,12 +2,13 @@
 
 A view for each rank and tensor is what transports ask for that copy rank by rank. With a thousand ranks those
 would be most of what a process keeps in host memory, so transports that bring the pieces of all ranks at once
-copy by bands: one view for each tensor, with a row for each rank.
+copy by bands: one view for each tensor, with a row for each rank. Large tensors that all ranks own equally
+much of need no copy: their pieces can be brought straight to their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -57,21 +58,46 @@ class Targets(ByRank[list[Tensor]]):
                 found.append(Stride(index, rows if ranks == 1 else rows.view(ranks, n)))
         return found
 
-    def pairs(self, pieces: Tensor, each: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """Targets, and what goes there out of the pieces of all ranks. These are laid out as the pack's wire;
-        or they begin every `each` elements and have no padding between slots."""
+    @cached_property
+    def straight(self) -> dict[int, Tensor]:
+        """By their numbers, slots that need no copy, each of them whole."""
+        places = enumerate(zip(self.pack.slots, self.pack.full_offsets, strict=True))
+        return {n: self._buffer[at : at + slot.numel] for n, (slot, at) in places if slot.straight}
+
+    @cached_property
+    def each(self) -> int:
+        """Elements that the rank with most has of the other slots."""
+        return max(sum(self._beside(band)) for band in self.pack.bands)
+
+    def _beside(self, band: Band) -> list[int]:
+        return [0 if slot in self.straight else held for slot, held in enumerate(band.held)]
+
+    def in_wire(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Targets, and what goes there out of the pieces of all ranks, laid out as the pack's wire."""
+        return self._pairs(lambda band: (in_wire(wire, self.pack, band), self.pack.offsets(band.start)), ())
+
+    def in_turn(self, pieces: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The same where pieces begin every `each` elements, and have neither padding nor slots that come
+        straight to their place."""
+
+        def rows(band: Band) -> tuple[Tensor, list[int]]:
+            found = pieces[band.start * self.each : band.stop * self.each]
+            return found.view(-1, self.each), [0, *accumulate(self._beside(band))]
+
+        return self._pairs(rows, self.straight) if self.each else ([], [])
+
+    def _pairs(
+        self, rows_of: Callable[[Band], tuple[Tensor, list[int]]], without: Container[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         to: list[Tensor] = []
         of: list[Tensor] = []
         for band, strides in self.bands:
-            if each is None:
-                rows, offsets = in_wire(pieces, self.pack, band), self.pack.offsets(band.start)
-            else:
-                rows = pieces[band.start * each : band.stop * each].view(-1, each)
-                offsets = [0, *accumulate(band.held)]
+            rows, offsets = rows_of(band)
             for slot, target in strides:
-                found = rows[..., offsets[slot] : offsets[slot] + band.held[slot]]
-                to.append(target)
-                of.append(found if target.dim() == found.dim() else found[0])
+                if slot not in without:
+                    found = rows[..., offsets[slot] : offsets[slot] + band.held[slot]]
+                    to.append(target)
+                    of.append(found if target.dim() == found.dim() else found[0])
         return to, of
 
 

@@ -17,6 +17,7 @@ from math import prod
 from typing import Literal, TypeVar, overload
 
 ALIGN = 16  # elements: 32 bytes or more, what vector loads and GPU matrix units ask of an address
+STRAIGHT = 2**18  # elements: tensors of this size are worth an operation of their own
 
 Split = Literal["rows", "level", "whole", "copy"]
 T = TypeVar("T")
@@ -87,6 +88,13 @@ class Slot:
     def by_rows(self) -> bool:
         """Whether several ranks have some of it."""
         return self.split in ("rows", "level")
+
+    @property
+    def straight(self) -> bool:
+        """Whether pieces of all ranks, one after another, are the tensor, so that between GPUs they can be
+        gathered straight to their place. They begin at multiples of 16 bytes, as NCCL likes it."""
+        even = self.by_rows and self.height % self.world == 0 and self.most % 8 == 0
+        return even and self.numel >= STRAIGHT
 
     @property
     def most(self) -> int:

@@ -10,7 +10,7 @@ from zeroshard.policy import Local, choices_of
 
 from .coding import wire_bytes
 from .division import Division
-from .layout import Pack, buckets, slots_for
+from .layout import Pack, Slot, buckets, slots_for
 from .shapes import WIDTHS, Buffers
 
 
@@ -39,11 +39,13 @@ def stage_bytes(setup: Division) -> int:
             need(bucket.wire, each + (0 if even else each * world))
         if setup.options.stage == 0 and setup.behind:
             need("uint8", each * world * WIDTHS[bucket.landed])
-        elif setup.options.stage == 0:
+        elif setup.options.stage == 0 and not Slot("", (each * world,), world).straight:
             need(bucket.landed, each * (world + 1))
     for bundle in setup.bundles if setup.options.stage else ():
         if any(slot.split != "copy" for slot in bundle.slots):
-            need(bundle.compute, sum(slot.most for slot in bundle.slots) * (world + 1))
+            staged = sum(slot.most for slot in bundle.slots if not slot.straight) * (world + 1)
+            past = sum(slot.most for slot in bundle.slots if slot.straight)
+            need(bundle.compute, staged + (past if setup.streams(bundle) else 0))
     return sum(numel * WIDTHS[dtype] for dtype, numel in most.items())
 
 

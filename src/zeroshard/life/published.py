@@ -217,7 +217,7 @@ class ChangedRows(CodedRows):
 
     def spread(self, stage: Tensor | None, out: Targets) -> None:
         self.catch_up()
-        to, of = out.pairs(self.believed)
+        to, of = out.in_wire(self.believed)
         if to:
             torch._foreach_copy_(to, of)
 
