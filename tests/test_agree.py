@@ -55,6 +55,11 @@ def with_buffer(size: int) -> nn.Module:
     return model
 
 
+def unfilled() -> nn.Module:
+    with torch.device("meta"):
+        return net()
+
+
 # Name → what the ordinary ranks give, what the last rank gives, and what all of them say.
 DIFFERENCES: dict[str, tuple[Callable[[], Given], Callable[[], Given], str]] = {
     "shape": (
@@ -81,6 +86,10 @@ DIFFERENCES: dict[str, tuple[Callable[[], Given], Callable[[], Given], str]] = {
     "buffer": (
         lambda: plain(with_buffer(2)), lambda: plain(with_buffer(3)),
         "the model: buffer `table` is (2,) float32 on {most} and (3,) float32 on {last}.",
+    ),
+    "meta": (
+        plain, lambda: plain(unfilled()),
+        "the model: `first.weight` is (3, 3) float32 on {most} and (3, 3) float32, meta on {last}.",
     ),
     "order": (
         plain, lambda: plain(net(names=("second", "first"))),
@@ -205,6 +214,23 @@ def values_that_differ() -> tuple[list[float], list[str]]:
     run.close()
     zs.api.log.removeHandler(handler)
     return [mine, model.first.weight.sum().item()], records
+
+
+def orders_that_differ() -> tuple[bool, bool]:
+    """The same numbers on all ranks, each in an order of its own; and numbers of sixteen bytes."""
+    torch.manual_seed(dist.get_rank())
+    model, optimizer, _ = plain()
+    model.register_buffer("order", torch.randperm(500).view(5, 100))
+    model.register_buffer("phases", torch.randn(7, dtype=torch.complex128))
+    zs.shard(model, optimizer).close()
+    torch.manual_seed(0)
+    plain()
+    order, phases = torch.randperm(500).view(5, 100), torch.randn(7, dtype=torch.complex128)
+    return torch.equal(model.order, order), torch.equal(model.phases, phases)
+
+
+def test_an_order_that_differs_between_ranks_is_that_of_rank_0() -> None:
+    assert ranks(2).run(orders_that_differ) == [(True, True)] * 2
 
 
 def test_initial_values_are_those_of_rank_0_and_it_says_so() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ _ADVICE = {
     "options": "Every rank must call shard() with the same options.",
     "software": "Every rank must run the same versions.",
 }
+# Of a checksum: integers as wide as an element, elements that are summed at a time, what tells places apart.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_PART, _ODD, _WRAP = 1 << 20, 0x9E3779B1, 1 << 62
 
 
 def describe(
@@ -82,15 +86,26 @@ def differing_values(transport: Transport, tensors: dict[str, Tensor]) -> list[s
 
 
 def _checksum(tensor: Tensor) -> int:
+    """Every value counts with its place: a buffer may be a random order, the same numbers on all ranks."""
     if tensor.is_meta or tensor.numel() == 0:
         return 0
     flat = tensor.detach().contiguous().view(-1)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
-    return 0 if width is None else int(flat.view(width).sum(dtype=torch.int64))
+    bits = flat.view(_BITS.get(flat.element_size(), torch.int64))
+    places, total = _places(bits.device), 0
+    sums = [part.to(torch.int64, copy=True).mul_(places[: part.numel()]).sum() for part in bits.split(_PART)]
+    for number in torch.stack(sums).tolist():
+        total = (total * _ODD + number) % _WRAP
+    return total
+
+
+@cache
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(_PART, device=device) * _ODD + 1
 
 
 def _tensor_text(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    where = ", meta" if tensor.is_meta else ""  # a rank that has no values fills them in, with others' help
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{where}"
 
 
 def _listed(names: list[str]) -> str:
