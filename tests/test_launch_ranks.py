@@ -180,6 +180,28 @@ def test_output_can_go_to_files(script: Write, tmp_path: Path) -> None:
     assert sorted((tmp_path / "logs" / "rank-1.log").read_text().splitlines()) == ["err 1", "out 1"]
 
 
+def test_files_keep_what_failed_attempts_wrote(script: Write, tmp_path: Path) -> None:
+    path = script(
+        """
+        print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+        sys.exit(rank if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+        """
+    )
+    logs, mine = tmp_path / "logs", tmp_path / "logs" / "rank-1.log"
+    for _ in range(2):  # a new run begins a new file
+        done = launch(f"2, {str(path)!r}, restarts=1, log_dir=__import__('pathlib').Path({str(logs)!r})")
+        assert done.returncode == 0, done.stderr
+        assert mine.read_text().splitlines() == ["attempt 0", "attempt 1"]
+
+
+def test_a_folder_for_files_that_cannot_be_made_is_refused_before_a_rank_starts(script: Write) -> None:
+    path = script("print('started')")
+    done = launch(f"2, {str(path)!r}, log_dir=__import__('pathlib').Path({str(path)!r}) / 'logs'")
+    assert "OptionError: --log-dir " in done.stderr
+    assert re.search(r"script\.py/logs cannot be made: Not a directory\. Name a folder", done.stderr)
+    assert done.stdout == ""
+
+
 START = "open(f'{sys.argv[0]}.{rank}.{os.getpid()}', 'w').close()"
 
 

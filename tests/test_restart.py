@@ -17,6 +17,7 @@ from test_launch_ranks import launch as launch_bare
 from test_resume import stored
 
 import zeroshard as zs
+from zeroshard.comm.nccl import EXIT_STUCK
 from zeroshard.launch.job import Job
 from zeroshard.launch.outcome import Ending, Report
 from zeroshard.launch.restart import Failure, hopeless, lost, pause
@@ -48,6 +49,7 @@ def test_what_would_fail_again_is_not_started_again() -> None:
     assert "called wrongly" in (hopeless(Ending(0, 2, 1.0), 2) or "")
     assert "told to stop" in (hopeless(Ending(0, zs.PREEMPTED, 1.0), zs.PREEMPTED) or "")
     assert hopeless(Ending(0, -9, 1.0), 137) is None
+    assert hopeless(Ending(0, EXIT_STUCK, 1.0), EXIT_STUCK) is None  # nobody told it to stop
 
 
 def test_fewer_ranks_need_restarts_and_a_folder() -> None:

@@ -38,8 +38,9 @@ _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# The exit status of a rank that was stuck in the driver.
-EXIT_STUCK = 75
+# The exit status of a rank that was stuck in the driver: EX_SOFTWARE of sysexits.h. Not EX_TEMPFAIL, with
+# which a rank leaves that was told to stop (`launch.job.PREEMPTED`).
+EXIT_STUCK = 70
 
 
 class NcclTransport(Transport):

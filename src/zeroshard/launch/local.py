@@ -109,6 +109,14 @@ def check(job: Job) -> None:
         raise OptionError(
             f"there is no script {job.target!r}{where}. For a module: zeroshard run --ranks N -m NAME"
         )
+    if job.log_dir is not None:
+        try:
+            job.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"--log-dir {job.log_dir} cannot be made: {error.strerror}. Name a folder that this user may "
+                "write to"
+            ) from error
 
 
 def place(job: Job, rank: int, attempt: int, listener: socket.socket, earlier: list[Member]) -> Seat | Member:

@@ -64,10 +64,11 @@ def prefixed(rank: int, screen: Screen, stream: TextIO) -> Callable[[bytes], Non
     return accept
 
 
-def filed(path: Path) -> Callable[[bytes], None]:
-    """Writes lines to a file, both streams of a rank to the same one."""
+def filed(path: Path, again: bool) -> Callable[[bytes], None]:
+    """Writes lines to a file, both streams of a rank to the same one; `again`: behind those of the attempt
+    before, which say why it failed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("wb", buffering=0)
+    file = path.open("ab" if again else "wb", buffering=0)
 
     def accept(line: bytes) -> None:
         file.write(line)

@@ -140,7 +140,7 @@ class Watch:
         if self._job.log_dir is None:
             screen = self._screen
             return prefixed(rank, screen, screen.stdout), prefixed(rank, screen, screen.stderr)
-        accept = filed(self._job.log_dir / f"rank-{rank}.log")
+        accept = filed(self._job.log_dir / f"rank-{rank}.log", again=self._started > self._begun)
         return accept, accept
 
     def _heard(self, number: signal.Signals, *, from_terminal: bool) -> None:
