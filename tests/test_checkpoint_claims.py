@@ -3,6 +3,7 @@ keep."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -128,6 +129,48 @@ def test_replacing_where_names_cannot_be_swapped(tmp_path: Path, monkeypatch: py
     load_as(tmp_path / "1", target)
     assert same(target, new)
     assert os.listdir(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize("back", ["at once", "when it is released", "by the next save"])
+def test_a_replacement_that_fails_between_its_moves_is_undone(
+    back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "exchange", lambda one, other: False)
+    old, rename = saved_once(tmp_path / "1", 1), os.rename
+    failures = {"at once": 1, "when it is released": 2, "by the next save": 3}[back]
+
+    def failing(source: Path, to: Path) -> None:
+        nonlocal failures
+        if Path(to) == tmp_path / "1" and failures:
+            failures -= 1
+            raise OSError(errno.EIO, "")
+        rename(source, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", failing)
+        with pytest.raises(CheckpointError, match=r"moving the finished .* failed: .*input/output error"):
+            saved_once(tmp_path / "1", 2)
+    if back == "by the next save":
+        assert os.listdir(tmp_path) == [".1.saving"]
+        clean(tmp_path)
+    assert os.listdir(tmp_path) == ["1"]
+    target = blank(old)
+    load_as(tmp_path / "1", target)
+    assert same(target, old) == (back != "by the next save")  # that finds a new one which is complete
+
+
+def test_a_disk_without_room_for_a_claim_keeps_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(os, "write", full)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError, match=r"preparing to save to .*/1 failed: the disk is full"):
+        claims.take(tmp_path / "1")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:

@@ -78,7 +78,14 @@ class Claim:
                 os.rename(self.staging, self.target)
             disk.sync_folder(self.target.parent)
         except OSError as error:
+            with suppress(OSError):
+                self._put_back()
             raise os_error(error, f"moving the finished {self.staging} to", self.target) from error
+
+    def _put_back(self) -> None:
+        """What was there, where a replacement has stopped between its two moves."""
+        if (self.holder / REPLACED).is_dir() and not os.path.lexists(self.target):
+            os.rename(self.holder / REPLACED, self.target)
 
     def release(self) -> None:
         """Give the path up and remove the holder with all that is in it. Never raises: the save's own error
@@ -86,6 +93,8 @@ class Claim:
         try:
             with gate(self.target.parent):
                 mine = os.stat(self.holder / OWNER).st_ino == os.fstat(self.fd).st_ino
+                if mine:
+                    self._put_back()  # where it cannot be, the holder stays for `settle`
                 gone = set_aside(self.holder) if mine else None
             if gone:
                 shutil.rmtree(gone, ignore_errors=True)
@@ -218,21 +227,22 @@ def _unlock(fd: int) -> None:
 def _found(holder: Path, token: str) -> int:
     """Create a holder, or nothing when the disk has no room for it."""
     holder.mkdir()
+    fd = -1
     try:
-        fd = _sign(holder, token)
+        fd = os.open(holder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _sign(fd, token)
         (holder / token).mkdir()
-        return fd
     except OSError:
+        _unlock(fd)
         shutil.rmtree(holder, ignore_errors=True)
         raise
+    return fd
 
 
-def _sign(holder: Path, token: str) -> int:
+def _sign(fd: int, token: str) -> None:
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "token": token}
-    fd = os.open(holder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     _lock(fd, 0)
     os.write(fd, json.dumps(owner).encode())
-    return fd
 
 
 def _owner(holder: Path) -> dict[str, Any]:
