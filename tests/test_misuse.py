@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import zeroshard as zs
 from zeroshard.testing import ranks
@@ -166,6 +166,39 @@ def test_nccl_without_gpus() -> None:
     said = ranks(2).run(nccl_without_gpus)
     assert said[0] == said[1]
     assert said[0].startswith("transport 'nccl' needs a group with the nccl backend and one GPU per rank")
+
+
+FROZEN = zs.TopK(warmup_steps=2, freeze=True)
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"recompute": "block.*"}, 'recompute pattern "block.*" matches none of the '),
+    ({"gather": {"norm": zs.Int8()}}, 'gather: pattern "norm" matches no parameter.'),
+    ({"compress": {"norm": zs.Int8()}}, 'compress: pattern "norm" matches no trainable parameter.'),
+    (
+        {"sync": zs.Adaptive([zs.EveryStep(), zs.EveryStep(compress={"norm": zs.Int8()})])},
+        'compress: pattern "norm" matches no trainable parameter.',
+    ),
+    ({"compress": {"*": FROZEN}}, f"{FROZEN!r} keeps Adam's second moments, and SGD is neither Adam nor"),
+    ({"stage": 0, "sync": zs.Local(rates=(1.0,) * 9)}, "Local.rates has 9 factors and there are "),
+]
+
+
+def refuse_what_does_not_fit() -> None:
+    """Before anything is touched: what the ranks would have to give back is in pieces on all of them."""
+    for options, said in UNFIT:
+        model = Net()
+        optimizer, before = SGD(model.parameters()), dict(model.named_parameters())
+        with pytest.raises(zs.OptionError) as caught:
+            zs.shard(model, optimizer, **options)
+        assert str(caught.value).startswith(said)
+        assert all(p is before[n] for n, p in model.named_parameters())
+        backward(model)
+        optimizer.step()
+
+
+@pytest.mark.ranks
+def test_options_that_do_not_fit_the_model_are_refused_before_it_is_divided() -> None:
+    ranks(2).run(refuse_what_does_not_fit)
+    refuse_what_does_not_fit()
 
 
 def test_environment_that_announces_a_group_by_half(monkeypatch: pytest.MonkeyPatch) -> None:

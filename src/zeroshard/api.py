@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
@@ -103,8 +103,8 @@ def shard(
         join()
     device = device_of(model)
     transport = _connected(chosen, wish, device, group)
-    promise: Promise | None = None
-    try:
+    with ExitStack() as begun:
+        begun.callback(transport.close)
         agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
         promise = wish.promise(model, optimizers, chosen, transport)
         chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
@@ -113,17 +113,15 @@ def shard(
         placement = resting(model, optimizers, chosen, transport, promise)
         faces = Faces(transport.rank, mesh)
         builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
+        begun.callback(builder.give_up)
         if promise is not None:
+            begun.callback(promise.release)
             promise.hold(model, builder.ledger)
         runtime = builder.build(init)
         hooks = Hooks(model, runtime)
         hooks.install(_recomputed(runtime, chosen))
         _take_buffers(model, runtime)
-    except BaseException:
-        if promise is not None:
-            promise.release()
-        transport.close()
-        raise
+        begun.pop_all()  # it stands: nothing is undone
     return Run(model, runtime, hooks, Keeper(model, runtime, partial(_peers, group, transport)), promise)
 
 

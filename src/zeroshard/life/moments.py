@@ -33,16 +33,6 @@ class HeldMoments:
 
     def __init__(self, optimizer: Optimizer, codecs: Mapping[int, Compression], desk: Desk) -> None:
         self.optimizer, self.codecs, self.desk = optimizer, codecs, desk
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            raise OptionError(
-                f"{_one(codecs)} keeps Adam's second moments, and {type(optimizer).__name__} is neither Adam "
-                "nor AdamW: drop freeze=True."
-            )
-        if any(group["amsgrad"] for group in optimizer.param_groups):
-            raise OptionError(
-                f"{_one(codecs)} keeps Adam's second moments, and amsgrad=True keeps the largest of them: "
-                "drop one of the two."
-            )
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -69,5 +59,15 @@ def _share(beta: float, step: Tensor) -> Tensor:
     return 1.0 - torch.pow(torch.full_like(step, beta), step)
 
 
-def _one(codecs: Mapping[int, Compression]) -> str:
-    return repr(next(iter(codecs.values())))
+def refuse_freezing(codec: Compression, optimizer: Optimizer) -> None:
+    """Raise where an optimizer has no second moments that `codec` could keep."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise OptionError(
+            f"{codec!r} keeps Adam's second moments, and {type(optimizer).__name__} is neither Adam "
+            "nor AdamW: drop freeze=True."
+        )
+    if any(group["amsgrad"] for group in optimizer.param_groups):
+        raise OptionError(
+            f"{codec!r} keeps Adam's second moments, and amsgrad=True keeps the largest of them: "
+            "drop one of the two."
+        )

@@ -28,7 +28,14 @@ from .choice import choose
 from .frames import Frame, frames_of
 from .plan import Plan, options_of
 from .question import Question, placing_of
-from .unfit import refuse_model, refuse_optimizers, refuse_precision, refuse_rows, refuse_second_names
+from .unfit import (
+    refuse_model,
+    refuse_optimizers,
+    refuse_patterns,
+    refuse_precision,
+    refuse_rows,
+    refuse_second_names,
+)
 
 if TYPE_CHECKING:
     from .trace import Inputs, Loss
@@ -193,10 +200,9 @@ def inquiry_for(
 
     refuse_rows(optimizers or (), options)
     refuse_second_names(model, options)
+    refuse_patterns(model, optimizers or (), options)
     refuse_precision(model, options.precision)
     units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
-    if not isinstance(options.recompute, bool):
-        matching(options.recompute, [unit.name for unit in units if unit.name], "recompute", "units")
     batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
     if inputs is not None:

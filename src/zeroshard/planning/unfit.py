@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 
 from zeroshard.config import Options, Precision
 from zeroshard.errors import ModelError, OptionError
+from zeroshard.life.moments import refuse_freezing
 from zeroshard.life.step import refuse_unfit
-from zeroshard.life.units import matching
+from zeroshard.life.units import find_units, matching
+from zeroshard.policy import EveryStep, choices_of
+from zeroshard.routes import check_patterns, codec_for, routes_of
 
 MOST_PATTERNS = 4  # that a message lists
 WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
@@ -53,6 +56,26 @@ def refuse_rows(optimizers: Sequence[Optimizer], options: Options) -> None:
                 f'split="rows" gives {kind} rows of a matrix, and it looks at whole ones: it would be '
                 "another optimizer on every number of ranks. Drop split=: each tensor then goes to one rank."
             )
+
+
+def refuse_patterns(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
+    """Patterns that name nothing, and codecs that do not go with the optimizer of what they name."""
+    if not isinstance(options.recompute, bool):
+        units = [unit.name for unit in find_units(model, options.units) if unit.name]
+        matching(options.recompute, units, "recompute", "units")
+    params = dict(model.named_parameters())
+    trained = [name for name, p in params.items() if p.requires_grad]
+    check_patterns(options.gather, params, "gather")
+    check_patterns(options.compress, trained)
+    for choice in choices_of(options.sync):
+        if isinstance(choice, EveryStep):
+            check_patterns(routes_of(choice.compress), trained)
+    for optimizer in optimizers if options.compress else ():
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name in trained:
+            codec = codec_for(options.compress, name, params[name].shape)
+            if codec is not None and codec.freezes and id(params[name]) in held:
+                refuse_freezing(codec, optimizer)
 
 
 def refuse_second_names(model: nn.Module, options: Options) -> None:

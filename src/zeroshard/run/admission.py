@@ -14,6 +14,7 @@ from zeroshard.life.step import unstepped
 from zeroshard.planning.unfit import (
     refuse_model,
     refuse_optimizers,
+    refuse_patterns,
     refuse_precision,
     refuse_rows,
     refuse_second_names,
@@ -50,6 +51,7 @@ def refuse_misuse(
     _refuse_two_owners(model, optimizers, options)
     refuse_rows(optimizers, options)
     refuse_second_names(model, options)
+    refuse_patterns(model, optimizers, options)
     refuse_precision(model, options.precision)
     if init is not None and not callable(init):
         raise OptionError(f"init={init!r} must be a function that fills a module on the meta device.")

@@ -31,7 +31,7 @@ from zeroshard.life.shard import Faces, Master, Param, make_home, retire
 from zeroshard.life.step import Update, rows_suffice
 from zeroshard.life.units import Tenant, Unit, find_units
 from zeroshard.policy import Adaptive, Choice, Delayed, EveryStep, Local, choices_of
-from zeroshard.routes import check_patterns, gather_codec, routes_of
+from zeroshard.routes import gather_codec, routes_of
 from zeroshard.sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
 from zeroshard.tier import Copies
 from zeroshard.tier.pool import Ledger, Pool
@@ -77,7 +77,6 @@ class Builder:
         units = find_units(self.model, self.options.units)
         tenants = [tenant for unit in units for tenant in unit.tenants]
         slots = self._slots(tenants)
-        check_patterns(self.options.gather, [tenant.name for tenant in tenants], "gather")
         if self.options.shards_params and not self.options.gather:
             self._small = small_units({unit.name: self._sizes(unit) for unit in units})
         if self.host is not None:
@@ -113,6 +112,13 @@ class Builder:
             self.host.start()
             self.runtime.adopt_parts(self.host.parts)
         return self.runtime
+
+    def give_up(self) -> None:
+        """Building has failed: end the threads that were begun, and let the scratch file go."""
+        if self.host is not None:
+            if self.host.updates is not None:
+                self.host.updates.close()
+            self.host.close()
 
     # ------------------------------------------------------------------ layout
 
@@ -267,7 +273,6 @@ class Builder:
         """A set of buckets, and what counts the arrivals for them."""
         order = {id(p): n for n, p in enumerate(self.model.parameters())}
         trainable = sorted((p for p in params if p.trainable), key=lambda p: -order[id(p.home)])
-        check_patterns(options.compress, [p.name for p in trainable])
         dtypes = {p.name: sort_of(p, options).dtypes for p in trainable}
         by_name = {p.name: p for p in params}
         sinks: dict[str, Sink] = {}
@@ -371,12 +376,14 @@ class _Materialiser:
             module._parameters[name] = nn.Parameter(
                 torch.empty_like(p, device=self.device), requires_grad=p.requires_grad
             )
-        self._fill(module, tenant.name)
-        for name, p in metas.items():
-            made = module._parameters[name]
-            assert made is not None
-            self._values[id(p)] = made.detach()
-            module._parameters[name] = p
+        try:
+            self._fill(module, tenant.name)
+            for name, p in metas.items():
+                made = module._parameters[name]
+                assert made is not None
+                self._values[id(p)] = made.detach()
+        finally:  # where it fails, shard() can be called again with what was missing
+            module._parameters.update(metas)
 
     def _fill(self, module: nn.Module, first: str) -> None:
         """Initialise the module, whose tensor `first` is on the meta device, its buffers in real memory."""
