@@ -73,6 +73,16 @@ def test_a_folder_that_cannot_be_written(disk_folder: Path) -> None:
         sharded(on_disk(disk_folder))
 
 
+def test_a_folder_that_cannot_be_listed(disk_folder: Path) -> None:
+    """Of another user, as a rule: then nothing can be written there either."""
+    with (
+        patch.object(scratch.os, "scandir", side_effect=PermissionError(errno.EACCES, "no")),
+        patch.object(folder.os, "access", return_value=False),
+        pytest.raises(zs.TierError, match="cannot be written by this user: pass another path="),
+    ):
+        sharded(on_disk(disk_folder))
+
+
 def test_a_full_disk_told_by_its_free_bytes(disk_folder: Path) -> None:
     told = r"needs 2\d\d\.\d KiB \(\d+ bytes\) a rank, and .* has 9\.8 KiB free: make room"
     with patch.object(folder, "free_bytes", return_value=10_000), pytest.raises(zs.TierError, match=told):
@@ -253,3 +263,46 @@ def test_a_disk_that_fails_while_training(what: str, parameters: Any, calls: int
     while set(threading.enumerate()) - before and time.monotonic() < end:
         time.sleep(0.05)
     assert not set(threading.enumerate()) - before
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_disk_that_fails_while_parameters_are_looked_at(what: str, disk_folder: Path) -> None:
+    run = sharded(on_disk(disk_folder))
+    failing = patch.object(Scratch, what, side_effect=OSError(errno.EIO, "the roof is on fire"))
+    told = r"the disk tier failed at `[\w.]+` … `[\w.]+`: OSError: .*the roof is on fire"
+    with failing, pytest.raises(zs.TierError, match=told), run.gathered("head.weight", write=True):
+        pass
+    run.close()
+
+
+class Unfilled(torch.nn.Module):
+    """Nothing can be put in its place on the meta device, and `shard` finds that out unit by unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.empty(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ self.weight
+
+
+def test_a_run_that_cannot_be_built_leaves_no_thread_and_can_be_tried_again(disk_folder: Path) -> None:
+    import threading
+
+    with torch.device("meta"):
+        model = Unfilled()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = set(threading.enumerate())
+    with pytest.raises(zs.ModelError, match=r"`weight` is on the meta device"):
+        zs.shard(model, optimizer, offload=on_disk(disk_folder), clip_norm=1.0)
+    assert set(threading.enumerate()) == before
+
+    def fill(module: torch.nn.Module) -> None:
+        for tensor in module._parameters.values():
+            tensor.fill_(0.5)  # type: ignore[union-attr]
+
+    run = zs.shard(model, optimizer, init=fill, offload=on_disk(disk_folder), clip_norm=1.0)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    run.close()
+    assert model.weight.shape == (8, 8)

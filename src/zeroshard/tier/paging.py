@@ -118,11 +118,9 @@ class Paging:
         """A copy of some bytes of a page that is AWAY."""
         self.settle(page)
         first = at // GRAIN * GRAIN
-        with mmap.mmap(-1, max(grains(at + nbytes - first), GRAIN)) as bounce:
-            view = memoryview(bounce)
-            self.scratch.read(view[: grains(at + nbytes - first)], page.offset + first)
-            copy = bytearray(view[at - first : at - first + nbytes])
-            view.release()
+        bounce = memoryview(mmap.mmap(-1, max(grains(at + nbytes - first), GRAIN)))
+        self._now(page, self.scratch.read, bounce[: grains(at + nbytes - first)], first)
+        copy = bytearray(bounce[at - first : at - first + nbytes])
         return torch.frombuffer(copy, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def poke(self, page: Page, at: int, values: Tensor) -> None:
@@ -133,19 +131,24 @@ class Paging:
             return
         values = values.contiguous().view(-1).view(torch.uint8)
         first = at // GRAIN * GRAIN
-        with page.mending, mmap.mmap(-1, grains(at + nbytes - first)) as bounce:
-            view = memoryview(bounce)
-            if at != first or len(view) != nbytes:
-                self.scratch.read(view, page.offset + first)
-            window = torch.frombuffer(bounce, dtype=torch.uint8)
-            window[at - first : at - first + nbytes].copy_(values)
-            del window
-            self.scratch.write(view, page.offset + first)
-            view.release()
+        bounce = memoryview(mmap.mmap(-1, grains(at + nbytes - first)))
+        with page.mending:
+            if at != first or len(bounce) != nbytes:
+                self._now(page, self.scratch.read, bounce, first)
+            torch.frombuffer(bounce, dtype=torch.uint8)[at - first : at - first + nbytes].copy_(values)
+            self._now(page, self.scratch.write, bounce, first)
         with self._changed:
             for berth in self._berths:
                 if berth.holds is page:
                     berth.holds = None
+
+    @staticmethod
+    def _now(page: Page, move: Callable[[memoryview, int], None], memory: memoryview, at: int) -> None:
+        """Move some bytes of a page in the caller's thread."""
+        try:
+            move(memory, page.offset + at)
+        except OSError as error:
+            raise _failed(page.label, error) from error
 
     # ------------------------------------------------------------------ requests
 
@@ -206,8 +209,7 @@ class Paging:
     def check(self) -> None:
         """Raise what failed in a lane."""
         if self._broken is not None:
-            label, error = self._broken
-            raise TierError(f"the disk tier failed at {label}: {type(error).__name__}: {error}") from error
+            raise _failed(*self._broken) from self._broken[1]
 
     def fail(self, label: str, error: BaseException) -> None:
         """Keep an error, and wake whoever waits for what will not come."""
@@ -223,3 +225,7 @@ class Paging:
         """After what was begun; the file goes."""
         self._lanes.close()
         self.scratch.close()
+
+
+def _failed(label: str, error: BaseException) -> TierError:
+    return TierError(f"the disk tier failed at {label}: {type(error).__name__}: {error}")

@@ -37,7 +37,7 @@ class Scratch:
 
     def __init__(self, folder: str | os.PathLike[str], nbytes: int, direct: bool = True) -> None:
         self.folder, self.nbytes = os.fspath(folder), grains(nbytes)
-        if os.path.isdir(self.folder):
+        with contextlib.suppress(OSError):  # what is wrong with the folder is said next
             sweep(self.folder)
         check_folder(self.folder, self.nbytes)
         self.fd, name = _open(self.folder)
