@@ -36,11 +36,6 @@ fingerprint() {
 
 # Runs a step of the set-up: one line on the terminal, the rest in the log, shown only if the step fails.
 step() {
-    # A recent setuptools in reach spares the isolated build, which would fetch one: nothing then needs the network.
-    local isolation=()
-    if "$PYTHON" -c 'import setuptools as s; assert int(s.__version__.split(".")[0]) >= 77' 2>/dev/null; then
-        isolation=(--no-build-isolation)
-    fi
     local title=$1
     shift
     say "  $title"

@@ -414,6 +414,13 @@ def test_wrong_tensors() -> None:
         codec.decode(code[:-1], values.to("meta"), add=False)
 
 
+def test_top_k_of_more_values_than_it_has_places_for() -> None:
+    values = torch.empty(2**31, device="meta")
+    code = torch.empty(TopK().wire_bytes(2**31), dtype=torch.uint8, device="meta")
+    with pytest.raises(OptionError, match=r"in 32 bits, and a rank's piece here has 2,147,483,648 values"):
+        TopK().encode(values, code, {"residual": values}, 0)
+
+
 def test_a_codec_for_changes_keeps_nothing_of_its_own() -> None:
     Delta(OneBit(feedback=False, warmup_steps=0))
     for inner in (OneBit(warmup_steps=0), TopK(), Int4(), Delta(), "int4"):

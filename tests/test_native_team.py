@@ -120,6 +120,27 @@ def test_a_team_ends_with_its_threads_and_its_misuse_is_named() -> None:
         Team.open(0)
 
 
+def test_a_team_that_is_closed_meanwhile_serves_whoever_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Team.open(2)
+    assert team is not None
+    closing = threading.Thread(target=team.close)
+
+    def slow(numel: int) -> int:
+        """It is asked when the team has let an update in."""
+        closing.start()
+        while team._handle is not None:
+            time.sleep(0.001)
+        return numel
+
+    monkeypatch.setattr(team, "share_of", slow)
+    (state, weight), (same, alike) = (adam_state(8, 1, False, {}) for _ in range(2))
+    native.adam_update(state, torch.ones(8), weight, STEP, team=team)
+    closing.join()
+    assert members(0) == 0
+    native.adam_update(same, torch.ones(8), alike, STEP)
+    assert torch.equal(state.exp_avg, same.exp_avg)
+
+
 @pytest.mark.parametrize("teamed", [True, False])
 def test_a_run_with_and_without_a_team_has_the_same_bits(
     teamed: bool, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from .base import (
 from .blocks import MAGNITUDE
 
 _INFINITE = 255 << 23  # the bits of infinity
+MOST = 2**31 - 1  # values of a piece
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,11 @@ class TopK(Codec):
         check(self, values, code)
         if not values.numel():
             return
+        if values.numel() > MOST:
+            raise OptionError(
+                f"TopK sends places in 32 bits, and a rank's piece here has {values.numel():,} values: use "
+                'more ranks, or another codec by a pattern: {"embedding*": zs.Rows(), "*": zs.TopK()}.'
+            )
         with wide_residual(state) as residual:
             self._encode(values, code, residual, state)
 

@@ -43,14 +43,13 @@ class Team:
     def run(self, kernel: str, record: ctypes.Structure) -> None:
         """Run a kernel over its record, all threads together; returns when it is done."""
         with self._lock:
-            if self._handle is None:
+            handle = self._handle  # `close` takes it away, and waits for those who have it
+            if handle is None:
                 raise StateError("Team: run after close; open a new one")
             self._asking += 1
         try:
             count: int = record.count
-            errand = abi.Errand(
-                self._handle, ctypes.addressof(record), self.share_of(count), _KERNELS[kernel]
-            )
+            errand = abi.Errand(handle, ctypes.addressof(record), self.share_of(count), _KERNELS[kernel])
             self._calls.run(ctypes.byref(errand))
         finally:
             with self._lock:
