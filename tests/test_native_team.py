@@ -123,16 +123,21 @@ def test_a_team_ends_with_its_threads_and_its_misuse_is_named() -> None:
 def test_a_team_that_is_closed_meanwhile_serves_whoever_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     team = Team.open(2)
     assert team is not None
-    closing = threading.Thread(target=team.close)
+    lock, closing = team._lock, threading.Thread(target=team.close)
 
-    def slow(numel: int) -> int:
-        """It is asked when the team has let an update in."""
-        closing.start()
-        while team._handle is not None:
-            time.sleep(0.001)
-        return numel
+    class Door:
+        """The team's lock. Whoever comes out first finds that it is being closed."""
 
-    monkeypatch.setattr(team, "share_of", slow)
+        wait, notify_all, __enter__ = lock.wait, lock.notify_all, lock.__enter__
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            if closing.ident is None:
+                closing.start()
+                while team._handle is not None:
+                    time.sleep(0.001)
+
+    monkeypatch.setattr(team, "_lock", Door())
     (state, weight), (same, alike) = (adam_state(8, 1, False, {}) for _ in range(2))
     native.adam_update(state, torch.ones(8), weight, STEP, team=team)
     closing.join()
