@@ -62,7 +62,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("place",),
     ),
     "planning": (
-        ("plan", "pricing", "fused", "recurrent", "widening", "blueprint", "unfit"),
+        ("plan", "pricing", "fused", "recurrent", "widening", "likeness", "blueprint", "unfit"),
         ("traffic", "question"),
         ("meter", "measure", "planner"),
         ("trace", "choice", "frames"),

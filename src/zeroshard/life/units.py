@@ -129,12 +129,12 @@ def _tenants(model: nn.Module, units: set[str]) -> list[tuple[Tenant, set[str]]]
             tenant, owners = found.setdefault(id(parameter), (Tenant(name, parameter), set()))
             if not any(place.module is module and place.attribute == attribute for place in tenant.places):
                 tenant.places.append(Place(module, attribute))
-            owners.add(_unit_of(path, units))
+            owners.add(unit_of(path, units))
     return list(found.values())
 
 
-def _unit_of(path: str, units: set[str]) -> str:
-    """The innermost unit that holds the module at `path`."""
+def unit_of(path: str, units: set[str]) -> str:
+    """The innermost unit that holds the module at `path`, or a parameter of that name."""
     while path and path not in units:
         path = path.rpartition(".")[0]
     return path

@@ -5,7 +5,7 @@ A *segment* is a stretch of forward inside one unit, or in the root between unit
 autograd saves in it, the most that lives at one time beyond what was saved before (forward) or is still
 saved (backward), and its operations.
 
-Units that are alike (same class, same shapes of weights and inputs) are traced once; the others repeat the
+Units that are alike (`likeness.py`, and the same shapes of inputs) are traced once; the others repeat the
 figures. So a trace costs what one block costs, whatever the depth.
 
 Exact for the tensors that operations return. Not seen: workspace inside a kernel (cuBLAS, cuDNN), and what
@@ -34,9 +34,10 @@ from torch.utils.checkpoint import checkpoint
 from zeroshard.config import Precision
 from zeroshard.count.timeline import Segment
 from zeroshard.errors import PlanError
-from zeroshard.life.units import standing
+from zeroshard.life.units import standing, unit_of
 
 from .fused import as_on_gpu
+from .likeness import mode, natures, sight
 from .meter import Meter
 from .widening import Widening
 
@@ -128,6 +129,7 @@ class Tracer:
         self._widening = Widening(precision)
         self._kernels = as_on_gpu if gpu else nullcontext
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
+        self._natures = natures(self._modules)
         self._stretches: list[_Stretch] = []
         self._backward: _Stretch | None = None
         self._waiting: dict[str, dict[str, Tensor]] = {}  # by unit: leaves that have no gradient yet
@@ -168,8 +170,7 @@ class Tracer:
         for name, parameter in self.model.named_parameters():
             fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
             made[name] = fake.requires_grad_(parameter.requires_grad)
-            owner = max((u for u in self.names if name.startswith(f"{u}.")), key=len, default="")
-            self._waiting.setdefault(owner, {})[name] = fake
+            self._waiting.setdefault(unit_of(name, self.names), {})[name] = fake
         for name, buffer in self.model.named_buffers():
             made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         for fake in made.values():
@@ -218,11 +219,12 @@ class Tracer:
             return self._again(name, plain, args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         key = (
-            type(module),
+            self._natures[name],
+            mode(),
             str(tree),
             self.recompute(name),
-            tuple((_sight(x), self._is_saved(x)) for x in leaves),
-            tuple(_sight(p) for p in module.parameters()),
+            tuple((sight(x), self._is_saved(x)) for x in leaves),
+            tuple(sight(p) for p in module.parameters()),
         )
         outer = self._stretches[-1].unit
         self._begin(name)
@@ -237,7 +239,7 @@ class Tracer:
             output = kept(*args, **kwargs)
             flat, out_tree = tree_flatten(output)
             self._hook(flat)
-            sights = [(*_sight(x), self._is_saved(x)) for x in flat]
+            sights = [(*sight(x), self._is_saved(x)) for x in flat]
             self._twins[key] = (self._stretches[-1], (sights, out_tree))
         self._begin(outer)
         return output
@@ -414,13 +416,6 @@ class _Stand(torch.autograd.Function):
             None,
             *(torch.empty(shape, dtype=dtype) if needed else None for shape, dtype, needed in ctx.shapes),
         )
-
-
-def _sight(value: Any) -> tuple[Any, ...]:
-    """What makes two values alike to a trace."""
-    if isinstance(value, Tensor):
-        return "tensor", value.shape, value.dtype, value.requires_grad
-    return ("value", value if isinstance(value, int | float | str | bool | None) else type(value))
 
 
 def default_loss(output: Any, inputs: Inputs) -> Tensor:
