@@ -81,12 +81,13 @@ def test_held_and_copied_rows_give_the_same_bits() -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("split", ["rows", "whole", "level"])
 def test_parts_cover_every_element_once(flat: bool, split: str) -> None:
-    slots = tuple(slots_for([("a", (7, 3)), ("b", (64,)), ("c", (1, 5))], 3, split))  # type: ignore[arg-type]
+    slots = tuple(slots_for([("a", (7, 3)), ("b", (64,)), ("c", (1, 5)), ("d", (150,))], 3, split))  # type: ignore[arg-type]
     pack = (FlatPack if flat else Pack)(slots, 3, flags=True)
     for index, slot in enumerate(slots):
         parts = [part for rank in range(3) for part in shares_of(pack, rank) if part.slot == index]
         seen = sorted(n for part in parts for n in range(part.first, part.first + part.numel))
         assert seen == list(range(slot.numel))
+        assert pack.most[index] == max(part.numel for part in parts)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -12,7 +12,7 @@ from math import prod
 import pytest
 import torch
 
-from zeroshard.count.layout import ALIGN, Pack, Slot, Split, aligned, buckets, slots_for
+from zeroshard.count.layout import ALIGN, Pack, Slot, Split, aligned, buckets, slots_for, stretches
 
 WORLDS = (1, 2, 3, 4, 7, 64)
 
@@ -53,6 +53,13 @@ def test_every_row_has_one_owner(world: int) -> None:
                 for row in range(start, stop):
                     owners[row] += 1
             assert owners == [world if slot.split == "copy" else 1] * slot.height
+
+
+def test_no_bucket_is_of_two_stretches() -> None:
+    owners = [("words", "root"), ("up", "block"), ("down", "block"), ("norm", "root"), ("head", "root")]
+    stretch = stretches(owners)
+    assert buckets([("words", 1), ("norm", 1), ("head", 1)], 100, stretch) == [["words"], ["norm", "head"]]
+    assert buckets([("up", 1), ("down", 100)], 100, stretch) == [["up"], ["down"]]
 
 
 def test_without_a_dimension_or_with_one_rank_all_have_a_copy() -> None:

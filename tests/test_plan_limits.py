@@ -106,8 +106,9 @@ def test_limits_from_generous_to_impossible(name: str, stride: int) -> None:
                 assert "the smallest" in refusal
                 assert "pass limit=" in refusal
             else:
-                assert measured <= limit
-                assert_bytes(planned, measured, 0.001, label)
+                assert measured <= min(limit, planned * 1.001)
+                # At stage 0 gradients may stay until a sum is made, if it is not made at once.
+                assert_bytes(planned, measured, 0.06 if "stage 0" in label else 0.001, label)
         labels = [label for _, label, *_ in rank]
     assert labels[0]
     assert not labels[-1]

@@ -200,6 +200,40 @@ def test_a_plan_deals_level_where_chunks_would_not_be() -> None:
     assert any("Rows do not divide evenly" in reason for reason in kept.reasons)
 
 
+# Buckets that leave as they fill.
+
+
+def waiting(offload: zs.Offload | None, stage: int, bucket_bytes: int) -> tuple[int, int, int]:
+    """A sharded step of a GPT: bytes planned and measured, and those of gradients that wait."""
+    model, optimizer, batch = case("gpt")
+    batch = batch[:2]
+    options: Any = {"offload": offload, "stage": stage, "recompute": True, "bucket_bytes": bucket_bytes}
+    run = zs.shard(model, optimizer, limit="64MiB", batch=batch, machine="A100", clip_norm=1.0, **options)
+    device, _ = measured_step(run, model, optimizer, batch)
+    assert run.plan is not None
+    chosen = run.plan.chosen
+    run.close()
+    return chosen.device, device + batch.nbytes, chosen.kinds["arriving"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("offload", [zs.Offload(), zs.Offload("auto", device_bytes=900_000)])
+def test_what_rests_on_the_host_waits_for_no_embedding(offload: zs.Offload) -> None:
+    """The root has the first weights of the model and the last, whose gradients arrive last and first. In one
+    bucket they would keep all others on the device until the end of backward."""
+    for planned, measured, arriving in ranks(2).run(waiting, offload, 2, 50_000):
+        assert arriving < 573_000 / 5  # of a whole gradient
+        assert_bytes(planned, measured, 0.001, str(offload))
+
+
+@pytest.mark.ranks
+def test_at_stage_0_a_rank_may_own_a_whole_tensor_of_a_bucket() -> None:
+    """Its gradients stay until the sum is made, or the next bucket leaves: at most what is planned."""
+    found = ranks(2).run(waiting, None, 0, 135_000)
+    assert all(measured <= planned for planned, measured, _ in found)
+    assert max(measured for _, measured, _ in found) > found[0][0] * 0.95
+
+
 # Models and inputs of other kinds: exact.
 
 

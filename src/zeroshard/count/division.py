@@ -13,7 +13,7 @@ from zeroshard.config import DTYPE_BYTES, Options
 from zeroshard.policy import Local, choices_of, delays
 from zeroshard.routes import bucket_limit, codec_for, gather_codec
 
-from .layout import ALIGN, Slot, aligned, buckets, slots_by_name
+from .layout import ALIGN, Slot, aligned, buckets, slots_by_name, stretches
 from .lending import small_units
 from .placement import Place, Placement, Rest
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
@@ -238,7 +238,7 @@ class Division(ABC):
             for (number, codec), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[bundle.compute]) for w in members]
-                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes)):
+                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes), self._stretches):
                     numel = sum(aligned(self.slots[name].held(self.rank), self.align) for name in names)
                     kernel = self._kernel(members[0], bundle.master)
                     native = kernel and self.overlapped
@@ -259,6 +259,12 @@ class Division(ABC):
                         )
                     )
         return result
+
+    @cached_property
+    def _stretches(self) -> dict[str, int]:
+        """See `layout.stretches`: of the weights of one unit."""
+        owners = [(w, unit.name) for unit in self.units for w in unit.weights if w.trainable]
+        return stretches((w.name, name) for w, name in sorted(owners, key=lambda one: one[0].number))
 
     def _kernel(self, weight: Weight, master: str) -> bool:
         """Whether the native kernels know its update."""
@@ -282,6 +288,7 @@ class Division(ABC):
             groups.setdefault(self.sort(weights[0]), []).append((weights, part))
         by_name = {w.name: w for w in trainable}
         sorts = {w.name: self.sort(w) for w in trainable}
+        stretch = stretches((w.name, w.name in taken) for w in trainable)
         for sort in dict.fromkeys(sorts.values()):
             sizes = [
                 (w.name, w.numel * WIDTHS[sort[0]])
@@ -290,7 +297,7 @@ class Division(ABC):
             ]
             groups.setdefault(sort, []).extend(
                 (tuple(by_name[n] for n in names), None)
-                for names in buckets(sizes, bucket_limit(sort[2], self.options.bucket_bytes))
+                for names in buckets(sizes, bucket_limit(sort[2], self.options.bucket_bytes), stretch)
             )
         result: list[Bucket] = []
         flat = self.options.stage == 0

@@ -8,13 +8,13 @@ whole make a *full* buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappush, heapreplace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import prod
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 ALIGN = 16  # elements: 32 bytes or more, what vector loads and GPU matrix units ask of an address
 # Elements from which on tensors are gathered by an operation of their own. For weights of 2**20 it took NCCL
@@ -234,6 +234,11 @@ class Pack:
         return tuple(n for band in self.bands for n in [self.piece(band.start)] * len(band))
 
     @cached_property
+    def most(self) -> tuple[int, ...]:
+        """Elements of each slot that the rank with most of it owns."""
+        return tuple(slot.most for slot in self.slots)
+
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each rank's piece begins in the wire."""
         return tuple(accumulate(self.pieces[:-1], initial=0))
@@ -286,6 +291,15 @@ class FlatPack(Pack):
     def pieces(self) -> tuple[int, ...]:
         return (self.piece(0),) * self.world
 
+    @cached_property
+    def most(self) -> tuple[int, ...]:
+        """Where the cuts fall beside a tensor, one rank owns all of it."""
+        piece, found = self.piece(0), []
+        for slot, at in zip(self.slots, self.full_offsets, strict=True):
+            end, cut = at + slot.numel, (at // piece + 1) * piece
+            found.append(slot.numel if end <= cut else max(cut - at, min(end - cut, piece)))
+        return tuple(found)
+
 
 def slots_for(tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, split: Split) -> list[Slot]:
     """Slots for named shapes. Whole tensors go, largest first, to the rank that has least so far; of tensors
@@ -325,8 +339,23 @@ def slots_by_name(
     return {slot.name: slot for slot in made}
 
 
-def buckets(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Names grouped in the given order so that no group exceeds `limit` bytes, unless one tensor alone does.
+def stretches(owners: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """The number of the stretch that each tensor stands in: neighbours that have one owner. Gradients arrive
+    stretch by stretch; a bucket over two of them, an embedding and a head, would wait all backward long, and
+    all that go out after it would wait too.
+
+    >>> stretches([("words", "root"), ("up", "block"), ("down", "block"), ("head", "root")])
+    {'words': 0, 'up': 1, 'down': 1, 'head': 2}
+    """
+    runs = groupby(owners, key=lambda one: one[1])
+    return {name: number for number, (_, members) in enumerate(runs) for name, _ in members}
+
+
+def buckets(
+    sizes: Iterable[tuple[str, int]], limit: int, stretch: Mapping[str, int] | None = None
+) -> list[list[str]]:
+    """Names grouped in the given order so that no group exceeds `limit` bytes, unless one tensor alone does,
+    and none is of two stretches.
 
     >>> buckets([("a", 3), ("b", 4), ("c", 9), ("d", 1)], 8)
     [['a', 'b'], ['c'], ['d']]
@@ -334,7 +363,8 @@ def buckets(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes:
-        if not groups or size > room:
+        apart = bool(groups) and stretch is not None and stretch[name] != stretch[groups[-1][0]]
+        if not groups or size > room or apart:
             groups.append([])
             room = limit
         groups[-1].append(name)

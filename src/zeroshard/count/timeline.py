@@ -173,13 +173,14 @@ class _Arrivals:
 
 
 def _holds(setup: Setup, bucket: Bucket) -> bool:
-    """Whether gradients of a bucket that has left may stay until the next one does; see `bucket.held`."""
+    """Whether gradients of a bucket that has left may stay on some rank until the next one does; see
+    `bucket.held`."""
     if setup.staged or setup.behind or bucket.codec is not None:
         return False
     width = WIDTHS[bucket.wire]
     return any(
-        slot.most * width >= HELD_BYTES and setup.dtypes(weight)[0] == bucket.wire
-        for weight, slot in zip(bucket.weights, bucket.slots, strict=True)
+        most * width >= HELD_BYTES and setup.dtypes(weight)[0] == bucket.wire
+        for weight, most in zip(bucket.weights, bucket.pack.most, strict=True)
     )
 
 

@@ -91,6 +91,7 @@ class Host:
         # 8-bit moments.
         self.align = BLOCK if options.offload.moments == "int8" else ALIGN
         self.owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
+        self.stretch: dict[str, int] = {}  # of every trainable parameter; see `layout.stretches`
         self.plots: list[Plot] = []
         self.rows_of: dict[str, Rest] = {}  # where each bundle's rows rest
         self.masters: dict[str, Master] = {}  # of parameters whose home is not the master itself
@@ -145,7 +146,7 @@ class Host:
             if rest == "host" and not self.overlaps:
                 form = None  # torch's own step runs there as well
             sizes = [(t.name, t.parameter.numel() * dtypes[0].itemsize) for t in members]
-            for names in buckets(sizes, bucket_limit(codec, self.offload.stage_bytes)):
+            for names in buckets(sizes, bucket_limit(codec, self.offload.stage_bytes), self.stretch):
                 spans, at = [], 0
                 for name in names:
                     held = slots[name].held(self.rank)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zeroshard.codec import Codec
 from zeroshard.comm import Transport
 from zeroshard.config import Options
-from zeroshard.count.layout import ALIGN, Pack, Slot, slots_by_name
+from zeroshard.count.layout import ALIGN, Pack, Slot, slots_by_name, stretches
 from zeroshard.count.lending import small_units
 from zeroshard.count.placement import Placement
 from zeroshard.errors import ModelError, OptionError
@@ -80,6 +80,7 @@ class Builder:
         if self.options.shards_params and not self.options.gather:
             self._small = small_units({unit.name: self._sizes(unit) for unit in units})
         if self.host is not None:
+            self.host.stretch = self._stretches(units)
             for unit in units:
                 place = self.placement[unit.label]
                 if place.optimizer != "device":
@@ -134,6 +135,10 @@ class Builder:
         names = {t.name for t in tenants if id(t.parameter) in whole or self.options.split == "whole"}
         shapes = [(t.name, tuple(t.parameter.shape)) for t in tenants]
         return slots_by_name(shapes, names, self.transport.size, self.options.rows)
+
+    def _stretches(self, units: list[Unit]) -> dict[str, int]:
+        owner = {id(t.parameter): (t.name, unit.name) for unit in units for t in unit.tenants}
+        return stretches(owner[id(p)] for p in self.model.parameters() if p.requires_grad)
 
     def _needs_whole(self, optimizer: Optimizer) -> bool:
         return self.options.split != "rows" and not rows_suffice(optimizer)

@@ -11,7 +11,7 @@ from zeroshard.codec import Codec, Compression, LowRank, Rows
 from zeroshard.comm import Region, Transport
 from zeroshard.config import Options
 from zeroshard.count.coding import rows_spans, wire_bytes
-from zeroshard.count.layout import ALIGN, FlatPack, Pack, buckets
+from zeroshard.count.layout import ALIGN, FlatPack, Pack, buckets, stretches
 from zeroshard.count.wires import RING
 from zeroshard.life.bucket import Bucket, CodedBucket, Desk, LowRankBucket, RowsBucket, WholeBucket
 from zeroshard.life.shard import Param
@@ -67,10 +67,11 @@ class Wiring:
             groups.setdefault(sorts[group[0].name], []).append(list(group))
         taken = {p.name for group in together for p in group}
         by_name = {p.name: p for p in params}
+        stretch = stretches((p.name, p.name in taken) for p in params)
         for sort in dict.fromkeys(sorts.values()):
             rest = [p for p in params if sorts[p.name] == sort and p.name not in taken]
             sizes = [(p.name, p.leaf.numel() * sort.wire.itemsize) for p in rest]
-            for names in buckets(sizes, bucket_limit(sort.codec, self.options.bucket_bytes)):
+            for names in buckets(sizes, bucket_limit(sort.codec, self.options.bucket_bytes), stretch):
                 groups.setdefault(sort, []).append([by_name[n] for n in names])
         made: list[_Made] = []
         for sort, members in groups.items():
