@@ -47,6 +47,22 @@ def test_between_all_on_the_device_and_all_on_the_host_some_is_on_the_host() -> 
     assert_bytes(some.device, device + batch.nbytes, 0.001, some.label)
 
 
+@pytest.mark.parametrize("ways", [{}, {"disk": True}], ids=["host", "disk"])
+def test_a_host_that_has_no_room_for_all_gets_what_the_device_leaves(ways: Any, tmp_path: Any) -> None:
+    """Neither tier alone has room; both together do, without the disk that is there."""
+    model, optimizer, batch = case("gpt")
+    ask: dict[str, Any] = {"ranks": 1, "batch": batch, "clip_norm": math.inf, "recompute": False}
+    near = zs.plan(model, optimizer, limit="64MiB", offload=None, **ask).chosen
+    far = zs.plan(model, optimizer, limit="64MiB", offload=zs.Offload(parameters="host"), **ask).chosen
+    limit, host = (near.device + far.device) // 2, far.host * 3 // 4
+    disk = {"disk_path": str(tmp_path)} if ways else {}
+    chosen = zs.plan(model, optimizer, limit=limit, host_limit=host, **ask, **disk).chosen
+    assert chosen.placing == "some on host"
+    assert chosen.device <= limit
+    assert 0 < chosen.host <= host
+    assert chosen.disk == 0
+
+
 def test_what_has_no_room_on_the_host_goes_to_the_disk(tmp_path: Any) -> None:
     """A host limit below what the state takes, and a disk: planned there, and the run puts it there."""
     model, optimizer, batch = case("gpt")

@@ -164,24 +164,28 @@ def filled(question: Question, options: Options) -> Options | None:
         middle = (low + high) // 2
         try:
             setup = question.setup(at(middle))
-            fits = _fits(question, fullest(question, setup, segments).total, setup.held)
+            device = fullest(question, setup, segments).total
         except PlanError:  # what cannot be moved has no room in so little
             low = middle + 1
             continue
-        if fits:
+        if _fits(question, device, setup.held):
             low, found = middle + 1, at(middle)
-        else:
+        elif not _near_fits(question, device, setup.held.host_bytes):
             high = middle - 1
+        else:  # the other tiers have too little room for what is left to them
+            low = middle + 1
     return found
 
 
 def _in_between(question: Question, stage: Stage, placing: Placing, recomputes: tuple[bool, ...]) -> bool:
-    """Whether filling the device first is of use: not all of it fits, and with nothing in it, it does."""
+    """Whether filling the device first is of use: not all of it fits, and with nothing on the device that can
+    be elsewhere, the device has room."""
     if price(question, question.way(stage, "device", recomputes[0])).fits:
         return False
     streams = stage == 3 or question.world == 1
     whole: Placing = "state on disk" if "disk" in placing else "all on host" if streams else "state on host"
-    return price(question, question.way(stage, whole, recomputes[-1], lean=True)).fits
+    least = price(question, question.way(stage, whole, recomputes[-1], lean=True))
+    return _near_fits(question, least.device, least.host)
 
 
 def price(question: Question, options: Options, segments: tuple[Segment, ...] | None = None) -> Candidate:
@@ -243,6 +247,10 @@ def fullest(question: Question, setup: Setup, segments: tuple[Segment, ...]) -> 
 
 def _fits(question: Question, device: int, held: Buffers) -> bool:
     host = held.host_bytes
-    if question.shared:
-        device += host
-    return device <= question.limit and host <= question.host_share and held.disk <= question.disk_share
+    elsewhere = host <= question.host_share and held.disk <= question.disk_share
+    return elsewhere and _near_fits(question, device, host)
+
+
+def _near_fits(question: Question, device: int, host: int) -> bool:
+    """Whether the device has room, whatever the other tiers have."""
+    return device + (host if question.shared else 0) <= question.limit
