@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 import zeroshard as zs
 from zeroshard import cli
@@ -22,6 +25,9 @@ def build_with_batch():
 
 def number():
     return 3
+
+def leaving():
+    raise SystemExit(3)
 
 def grown(layers=2):
     return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(layers)))
@@ -56,6 +62,31 @@ def test_a_module_is_planned_as_json(
     assert any("Activations are not counted" in reason for reason in plan.reasons)
 
 
+@pytest.mark.parametrize(("width", "last"), [(80, "step, est."), (100, "step, est."), (160, "numerics")])
+def test_a_table_leaves_room_for_the_names_of_plans(width: int, last: str) -> None:
+    """Between nodes, with a disk, it has ten columns. A narrow terminal does not get what tells least."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(9999, 9999) for _ in range(4)))
+    plan = zs.plan(
+        model, nodes=2, ranks_per_node=8, limit="4GiB", host_limit="9GiB", disk_path="/scratch", clip_norm=1.0
+    )
+    file = StringIO()
+    plan.show(Console(file=file, width=width, highlight=False))
+    lines = file.getvalue().splitlines()
+    head = next(line for line in lines if "plan" in line and "┃" in line)
+    assert head.rstrip(" ┃").endswith(last)
+    assert "disk" in head
+    assert max(map(len, lines)) <= width
+    assert any("│stage 3," in line for line in lines)
+    assert "…" not in file.getvalue()
+
+
+def test_a_node_has_eight_devices(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"{script}:build", "--nodes", "2", "--device", "1GiB", "--json"]) == 0
+    plan = zs.Plan.from_json(capsys.readouterr().out)
+    assert (plan.ranks, plan.ranks_per_node) == (16, 8)
+
+
 def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "plan",
@@ -85,7 +116,7 @@ def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> No
         (
             "{script}:absent",
             LIMITS,
-            "has no function 'absent'. It has: build, build_with_batch, number, grown.",
+            "has no function 'absent'. It has: build, build_with_batch, number, leaving, grown.",
         ),
         ("{script}:number", LIMITS, "returned a int, not a module"),
         ("nowhere.py:build", LIMITS, "there is no file nowhere.py"),
@@ -117,6 +148,15 @@ def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> No
             "{script}:build",
             ["--nodes", "1", "--ranks-per-node", "4", "--memory-limit-per-node", "3KiB", "--stage", "0"],
             "What would fit: pass --memory-limit-per-node ",
+        ),
+        ("{script}:leaving", LIMITS, "leaving() ends the process instead of returning a model"),
+        ("{script}:build", [*LIMITS, "--vary", "layers=1:3"], "pass --search model too"),
+        ("{script}:build", [*LIMITS, "--nodes", "3"], "--nodes 3 does not make 4 ranks"),
+        ("{script}:build", [*LIMITS, "--clip-norm", "0"], "must be above zero (inf: measure the norm"),
+        (
+            "{script}:build",
+            ["--nodes", "2", "--ranks-per-node", "0", "--device", "1GiB"],
+            "--ranks-per-node 0 must be a number",
         ),
         (
             "{script}:grown",
@@ -172,8 +212,20 @@ TINY = (
         (
             f"{{{TINY}}}",
             ["--search", "model", "--vary", "num_layers=1:9"],
+            "has no entry 'num_layers', and a llama is built from none of that name. Did you mean",
+        ),
+        (
+            f"{{{TINY}}}",
+            ["--search", "model", "--vary", "rms_norm_eps=1:9"],
             "parameters at 1 as at 9, so there",
         ),
+        (f"{{{TINY}}}", ["--set", "num_layer=3"], 'Did you mean "num_hidden_layers"?'),
+        (
+            f'{{{TINY}, "architectures": ["LlamaForSequenceClassification"]}}',
+            [],
+            "describes a LlamaForSequenceClassification, and of that type only a LlamaForCausalLM is known",
+        ),
+        (f'{{{TINY}, "hidden_act": "selu"}}', [], "OptionError: the config's activation 'selu' is not known"),
     ],
 )
 def test_configs_that_describe_nothing(

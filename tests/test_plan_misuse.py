@@ -95,6 +95,16 @@ def test_rates_of_a_machine_are_above_zero() -> None:
             machine("H100", **{figure: 0.0})
 
 
+def test_a_huge_limit_is_advised_as_it_can_be_typed() -> None:
+    """Not as 1.9e+06GiB, nor rounded down."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2**22, 2**23, bias=False) for _ in range(4)))
+    with pytest.raises(zs.PlanError) as refused:
+        zs.plan(model, ranks=1, limit="80GiB", offload=None)
+    enough = str(refused.value).split('limit="')[1].split('"')[0]
+    assert zs.plan(model, ranks=1, limit=enough, offload=None).chosen.fits
+
+
 def test_a_limit_of_a_node_is_advised_as_it_was_given() -> None:
     model = nn.Linear(512, 512)
     with pytest.raises(zs.PlanError, match=r'pass memory_limit_per_node="[\d.]+MiB"') as refused:

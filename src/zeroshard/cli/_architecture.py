@@ -9,19 +9,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.errors import OptionError
+from zeroshard.errors import OptionError, did_you_mean
 
 Config = Mapping[str, Any]
 
 
-def build(config: Config, where: str) -> nn.Module:
-    """The model of a config. `where` names the file for errors."""
+class _Entries(dict[str, Any]):
+    """Entries of a config that know which of them a model is built from."""
+
+    def __init__(self, entries: Config) -> None:
+        super().__init__(entries)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def build(config: Config, where: str, changes: Config = MappingProxyType({})) -> nn.Module:
+    """The model of a config with some entries changed. `where` names the file for errors."""
+    known, config = config, {**config, **changes}
     kind = config.get("model_type")
     if kind is None:
         raise OptionError(f"{where} has no entry 'model_type': it is not a config of a model.")
@@ -32,14 +50,36 @@ def build(config: Config, where: str) -> nn.Module:
             f"{', '.join(sorted(_FAMILIES))}). `pip install transformers`, which knows them all; or name a "
             "function that builds the model: module:function."
         )
-    make, defaults = family
+    make, defaults, builds = family
+    _check_class(config, builds, where)
+    given = {key: value for key, value in config.items() if value is not None}
+    entries = _Entries({**defaults, **given})
     try:
-        return make({**defaults, **{key: value for key, value in config.items() if value is not None}})
+        made = make(entries)
+    except OptionError:
+        raise
     except KeyError as error:
         raise OptionError(f"{where} has no entry {error.args[0]!r}, which a {kind} needs.") from error
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}".rstrip(".")
         raise OptionError(f"no {kind} can be built from the entries of {where}: {why}.") from error
+    for name in changes:
+        if name not in known and name not in entries.read:
+            raise OptionError(
+                f"{where} has no entry {name!r}, and a {kind} is built from none of that name."
+                f"{did_you_mean(name, entries.read)}"
+            )
+    return made
+
+
+def _check_class(config: Config, builds: str, where: str) -> None:
+    """A classifier or a bare trunk has other parameters than the model with its head of words."""
+    named = config.get("architectures") or [builds]
+    if named[0] != builds:
+        raise OptionError(
+            f"{where} describes a {named[0]}, and of that type only a {builds} is known here. `pip install "
+            "transformers`, which knows them all; or pass --set architectures=null to plan for that one."
+        )
 
 
 # ---------------------------------------------------------------------- parts
@@ -61,6 +101,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _tanh_gelu,
     "relu": F.relu,
     "silu": F.silu,
+    "swish": F.silu,
 }
 
 
@@ -369,13 +410,18 @@ _BERT: Config = {
     "tie_word_embeddings": True,
 }
 _GEMMA: Config = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
-_FAMILIES: dict[str, tuple[Callable[[Config], nn.Module], Config]] = {
-    "bert": (Bert, _BERT),
-    "gemma": (CausalLM, {**_LLAMA, **_GEMMA}),
-    "gpt2": (GPT2, _GPT2),
-    "llama": (CausalLM, _LLAMA),
-    "mistral": (CausalLM, _LLAMA),
-    "qwen2": (CausalLM, {**_LLAMA, "attention_bias": True, "output_plain": True}),
-    "qwen3": (CausalLM, {**_LLAMA, "head_norms": True, "head_dim": 128}),
-    "roberta": (Bert, {**_BERT, "max_position_embeddings": 514, "type_vocab_size": 1}),
+# What builds it, what its configs leave out, and the class of transformers that it is.
+_FAMILIES: dict[str, tuple[Callable[[Config], nn.Module], Config, str]] = {
+    "bert": (Bert, _BERT, "BertForMaskedLM"),
+    "gemma": (CausalLM, {**_LLAMA, **_GEMMA}, "GemmaForCausalLM"),
+    "gpt2": (GPT2, _GPT2, "GPT2LMHeadModel"),
+    "llama": (CausalLM, _LLAMA, "LlamaForCausalLM"),
+    "mistral": (CausalLM, _LLAMA, "MistralForCausalLM"),
+    "qwen2": (CausalLM, {**_LLAMA, "attention_bias": True, "output_plain": True}, "Qwen2ForCausalLM"),
+    "qwen3": (CausalLM, {**_LLAMA, "head_norms": True, "head_dim": 128}, "Qwen3ForCausalLM"),
+    "roberta": (
+        Bert,
+        {**_BERT, "max_position_embeddings": 514, "type_vocab_size": 1},
+        "RobertaForMaskedLM",
+    ),
 }

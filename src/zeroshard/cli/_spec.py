@@ -91,6 +91,8 @@ def _called(text: str) -> Callable[[Mapping[str, Any]], Any]:
         try:
             with torch.device("meta"):
                 return found(**values)
+        except SystemExit as error:
+            raise OptionError(f"{text}() ends the process instead of returning a model.") from error
         except Exception as error:  # the user's code: say that it was that
             raise OptionError(
                 f"{text}() raised {type(error).__name__} on the meta device: {error}"
@@ -152,7 +154,7 @@ def _configured(text: str) -> Callable[[Mapping[str, Any]], Any]:
                 return _by_transformers(config | dict(values), str(path))
             from ._architecture import build
 
-            return build(config | dict(values), str(path))
+            return build(config, str(path), values)
 
     return make
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ._spec import Spec
 
 
+NODE = 8  # devices of a node, where nothing is said
 # Keyword arguments of `zs.plan` that the command line has under another name.
 _WORDS = {
     "limit": "--device",
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where it is to run")
     where.add_argument("--ranks", type=int, help="the number of processes, one for each device")
     where.add_argument("--nodes", type=int, help="with --ranks-per-node, in place of --ranks")
-    where.add_argument("--ranks-per-node", type=int, metavar="N", help="devices of a node (default: 8)")
+    where.add_argument("--ranks-per-node", type=int, metavar="N", help=f"devices of a node (default: {NODE})")
     where.add_argument("--device", metavar="SIZE|GPU", help="the memory of one device, or its name")
     where.add_argument("--memory-limit-per-node", metavar="SIZE", help="of its devices, in place of --device")
     where.add_argument("--host", metavar="SIZE", help="the host memory of one node (default: no limit)")
@@ -98,6 +99,8 @@ def _planned(arguments: argparse.Namespace) -> int:
 
     from ._spec import Spec, values_of
 
+    if arguments.vary is not None and arguments.search != "model":
+        raise OptionError("--vary is what --search model varies: pass --search model too.")
     spec, values, asked = Spec(arguments.spec), values_of(arguments.set), _asked(arguments)
     notes: list[str] = []
     if arguments.search:
@@ -127,6 +130,7 @@ def _as_typed(text: str) -> str:
         ("allow stage=3", "drop --stage"),
         ("allow offload to the host", "drop --no-offload"),
         ('allow precision="bf16"', "pass --precision bf16"),
+        ("math.inf", "inf"),
     ):
         text = text.replace(keyword, word)
     for keyword in ("ranks", "nodes", "batch", "precision", "stage", "network", *_WORDS):
@@ -151,10 +155,13 @@ def _write(path: str, made: Plan, inquiry: Any, notes: list[str]) -> None:
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `zs.plan`."""
     machine, limit = _machine(arguments)
+    per_node = arguments.ranks_per_node
+    if per_node is None and arguments.nodes is not None and arguments.ranks is None:
+        per_node = NODE
     asked: dict[str, Any] = {
         "ranks": arguments.ranks,
         "nodes": arguments.nodes,
-        "ranks_per_node": arguments.ranks_per_node,
+        "ranks_per_node": per_node,
         "limit": limit,
         "memory_limit_per_node": arguments.memory_limit_per_node,
         "host_limit": arguments.host,
@@ -188,7 +195,7 @@ def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
             f"--device {device} is neither a size such as 80GiB nor a GPU of the table."
             f"{did_you_mean(device.upper(), GPUS)} Known: {', '.join(GPUS)}."
         )
-    per_node = arguments.ranks_per_node or 8
+    per_node = arguments.ranks_per_node or NODE
     found = machine(device if named else arguments.gpu, network, node=per_node)
     return found, found.memory if named else device
 

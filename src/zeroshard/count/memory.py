@@ -33,6 +33,7 @@ _SAME = (
     "bucket_of",
     "trainable",
     "_dtypes",
+    "_stretches",
 )
 
 
@@ -76,13 +77,14 @@ class Setup(Division):
     def placed_as(self, placement: Placement) -> Setup:
         """The same with every unit's tiers decided. What does not depend on them is not reckoned again."""
         made = replace(self, placement=placement)
-        made.__dict__.update(slots=self.slots, bundles=self.bundles, small=self.small, _dtypes=self._dtypes)
+        shared = ("slots", "bundles", "small", "_dtypes", "_stretches")
+        made.__dict__.update({name: getattr(self, name) for name in shared})
         return made
 
     def bundled_as(self, options: Options) -> Setup:
         """Other options that divide and bundle tensors in the same way."""
         made = replace(self, options=options)
-        shared = ("slots", "bundles", "trainable", "_dtypes")
+        shared = ("slots", "bundles", "trainable", "_dtypes", "_stretches")
         made.__dict__.update({name: getattr(self, name) for name in shared})
         return made
 

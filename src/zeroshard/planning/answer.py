@@ -323,7 +323,8 @@ def check_nodes(ranks: int, wanted: dict[str, Any]) -> None:
     if (nodes is not None and ranks % nodes) or (
         nodes is not None and per_node is not None and made != ranks
     ):
-        raise OptionError(f"nodes={nodes} and ranks_per_node={per_node} do not make {ranks} ranks.")
+        given = f"nodes={nodes}" + (f" and ranks_per_node={per_node} do" if per_node is not None else " does")
+        raise OptionError(f"{given} not make {ranks} ranks.")
     if nodes is not None and per_node is None:
         wanted["ranks_per_node"] = ranks // nodes
 

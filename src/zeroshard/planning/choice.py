@@ -177,7 +177,7 @@ def _rounded_up(size: int) -> str:
     """A size that a user may type, no smaller than `size`: ``2.4GiB``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
-            return f"{math.ceil(size / scale * 10) / 10:g}{unit}"
+            return f"{math.ceil(size / scale * 10) / 10:.1f}{unit}".replace(".0", "")
     return str(size)
 
 

@@ -26,6 +26,8 @@ from zeroshard.sizes import show_apart, show_bytes
 FORMAT = 2
 Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]
 PLACINGS: tuple[Placing, ...] = get_args(Placing)
+NAMES = 24  # the width that the table leaves for the names of plans
+FILE_WIDTH = 160  # room for all of its columns
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,12 @@ class Plan:
     def show(self, console: Console | None = None, every: bool = True) -> None:
         """Print the candidates, the choice and its reasons. `every=False`: of ways that differ in how they
         save memory only, the best one."""
-        wide = None if sys.stdout.isatty() else 140  # a file has no width of its own
+        wide = None if sys.stdout.isatty() else FILE_WIDTH  # a file has no width of its own
         console = console or Console(highlight=False, width=wide)
-        console.print(self._text(console.width >= 120, self.candidates if every else self._best()))
+        console.print(self._text(console.width, self.candidates if every else self._best()))
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=140, highlight=False)
+        console = Console(file=StringIO(), width=FILE_WIDTH, highlight=False)
         self.show(console)
         text = console.file
         assert isinstance(text, StringIO)
@@ -210,39 +212,38 @@ class Plan:
             limits += f", {show_bytes(self.disk_limit)} of disk per node"
         return f"{self.model}: {self.parameters:,} parameters on {ranks} ({self.machine}), {limits}"
 
-    def _text(self, wide: bool, shown: tuple[Candidate, ...] | list[Candidate]) -> Group:
+    def _text(self, width: int, shown: tuple[Candidate, ...] | list[Candidate]) -> Group:
         table = Table(title=self.title, title_justify="left", pad_edge=False)
-        disk, nodes = any(one.disk for one in shown), any(any(one.between.values()) for one in shown)
-        left = ("plan", "fits", "fullest at", "numerics")
-        more = ["fullest at", "numerics"] if wide else []
-        for name in (
-            "plan",
-            "fits",
-            "device",
-            "host",
-            *(["disk"] if disk else []),
-            "sent",
-            *(["to other nodes"] if nodes else []),
-            "step, est.",
-            *more,
-        ):
-            table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "plan")
-        for one in shown:
-            mark = "chosen" if one == self.chosen else "yes" if one.fits else "no"
-            table.add_row(
-                one.label,
-                mark,
-                show_apart(one.device, self.limit)[0],
-                show_bytes(one.host),
-                *([show_bytes(one.disk)] if disk else []),
-                show_bytes(sum(one.sent.values())),
-                *([show_bytes(sum(one.between.values()))] if nodes else []),
-                f"{one.step:.3g} s" if one.step else "–",
-                *([one.where, one.numerics] if wide else []),
-                style="bold" if mark == "chosen" else "",
-            )
+        columns = self._columns(shown)
+        # What tells least goes first, until there is room for the names of the plans.
+        for name in ("numerics", "fullest at", "to other nodes", "sent"):
+            taken = sum(max(len(name), *map(len, cells)) + 3 for name, cells in columns.items())
+            if taken + NAMES > width:
+                columns.pop(name, None)
+        table.add_column("plan", justify="left")
+        for name in columns:
+            left = name in ("fits", "fullest at", "numerics")
+            table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        for number, one in enumerate(shown):
+            cells = (each[number] for each in columns.values())
+            table.add_row(one.label, *cells, style="bold" if one == self.chosen else "")
         resting = [self.chosen.placement.line()] if self.chosen.placement is not None else []
         return Group(table, f"{self.chosen.label}: {made_of(self.chosen.kinds)}", *resting, *self.reasons)
+
+    def _columns(self, shown: tuple[Candidate, ...] | list[Candidate]) -> dict[str, list[str]]:
+        """All that the table has of each candidate beside its name. What no candidate has is left out."""
+        disk, nodes = any(one.disk for one in shown), any(any(one.between.values()) for one in shown)
+        return {
+            "fits": ["chosen" if one == self.chosen else "yes" if one.fits else "no" for one in shown],
+            "device": [show_apart(one.device, self.limit)[0] for one in shown],
+            "host": [show_bytes(one.host) for one in shown],
+            **({"disk": [show_bytes(one.disk) for one in shown]} if disk else {}),
+            "sent": [show_bytes(sum(one.sent.values())) for one in shown],
+            **({"to other nodes": [show_bytes(sum(one.between.values())) for one in shown]} if nodes else {}),
+            "step, est.": [f"{one.step:.3g} s" if one.step else "–" for one in shown],
+            "fullest at": [one.where for one in shown],
+            "numerics": [one.numerics for one in shown],
+        }
 
 
 def made_of(kinds: Mapping[str, int], least: int = 1) -> str:
