@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hard_case import STAGES, Case, check, rows, sharded, tokens
+from hard_case import STAGES, Case, Training, check, plain_turn, rows, sharded, tokens
 from test_hard_params import Block, four, next_token, squared
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -259,6 +259,49 @@ class Sparse(nn.Module):
         return self.head(self.embed(ids) + self.bag(ids)[:, None])
 
 
+# ---------------------------------------------------------------------- backward inside of forward
+
+
+class Force(nn.Module):
+    """A block that computes with the gradient of an energy, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.energy, self.out = nn.Linear(6, 8), nn.Linear(8, 1), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.energy(torch.tanh(self.up(x))).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x + self.out(force)
+
+
+class InChunks(Layers):
+    """The loss of its head goes backward a chunk at a time, so that all logits never exist at once. What it
+    returns hands that gradient on, and is the loss."""
+
+    share = 1.0  # of a batch in all that the process trains on
+
+    def __init__(self) -> None:
+        super().__init__(Block(), Block())
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        cut, loss = x.detach().requires_grad_(), x.new_zeros(())
+        for chunk in cut.chunk(2):
+            part = self.head(chunk).pow(2).sum() / (5 * len(x))
+            (part * self.share).backward()
+            loss += part.detach()
+        assert cut.grad is not None
+        handed_on = (x * cut.grad / self.share).sum()
+        return handed_on + loss - handed_on.detach()
+
+
+def chunk_by_chunk(training: Training, step: int) -> None:
+    training.model.share = 1 / len(training.parts)
+    plain_turn(training, step)
+
+
 def parametrized() -> nn.Module:
     from torch.nn.utils import parametrizations
 
@@ -300,6 +343,9 @@ CASES = {
     "recurrent units": Case(Recurrent, tokens, next_token, options={"units": ("lstm", "gru")}),
     "convolutions": Case(Convolutions, images, squared),
     "sparse": Case(Sparse, tokens, next_token, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)),
+    "forces": Case(lambda: Layers(Force(), Force(), Force()), four, squared),
+    "forces, recomputed": Case(lambda: Layers(Force(), Force()), four, squared, options={"recompute": True}),
+    "in chunks": Case(InChunks, four, lambda model, x: model(x), turn=chunk_by_chunk),
     "parametrized": Case(parametrized, four, squared),
     "spectral": Case(spectral, four, squared),
 }  # fmt: skip
@@ -312,7 +358,7 @@ def test_equals_one_process(name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["again, reentrant", "inside both", "methods", "outputs"])
+@pytest.mark.parametrize("name", ["again, reentrant", "inside both", "methods", "outputs", "in chunks"])
 def test_equals_one_process_over_gloo(name: str, stage: int) -> None:
     check(__name__, name, stage, transport="gloo")
 

@@ -259,10 +259,10 @@ class Runtime:
                 self._settled = False
         for unit in self.units:
             unit.expected = unit.trainable
-            if unit.depth == 0:
+            if unit.depth == 0:  # else this backward was one inside a forward, which goes on
                 unit.stand_homes()
-            if not self._keep_full:
-                unit.release()
+                if not self._keep_full:
+                    unit.release()
         self._recent.clear()
         self._task = None
 
