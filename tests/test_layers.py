@@ -70,7 +70,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("spans", "agree", "whole", "norm", "scaling", "state"),
+        ("spans", "agree", "whole", "norm", "scaling", "state", "written"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),

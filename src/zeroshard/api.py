@@ -25,6 +25,7 @@ from .life.shard import Faces, Param, mesh_over, names_of
 from .life.units import called_by, matching
 from .planning.plan import Plan
 from .planning.promise import Promise, ShardKeys, Wish
+from .planning.unfit import refuse_written
 from .run import agree
 from .run.admission import device_of, refuse_misuse
 from .run.build import Builder, Init
@@ -105,7 +106,7 @@ def shard(
     transport = _connected(chosen, wish, device, group)
     with ExitStack() as begun:
         begun.callback(transport.close)
-        agree.compare(transport, agree.describe(model, optimizers, chosen, wish.told))
+        _agree(model, optimizers, chosen, wish, transport)
         promise = wish.promise(model, optimizers, chosen, transport)
         chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
         _equalise(model, transport)
@@ -128,6 +129,14 @@ def shard(
 def _peers(group: ProcessGroup | None, transport: Transport) -> Peers:
     """The ranks as checkpoints see them."""
     return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
+
+
+def _agree(
+    model: nn.Module, optimizers: list[Optimizer], options: Options, wish: Wish, transport: Transport
+) -> None:
+    """All ranks ask for the same, and for what as many ranks can do."""
+    agree.compare(transport, agree.describe(model, optimizers, options, wish.told))
+    refuse_written(model, options, transport.size)
 
 
 def _listed(optimizer: Any) -> list[Optimizer]:
@@ -316,6 +325,7 @@ class Run(Kept):
         """Say that parameters were written by hand (`p.data.clamp_()`), so that the next forward uses
         them. Every rank calls it."""
         runtime = self._open()
+        runtime.notice()
         runtime.changed()
         runtime.publish()
 
@@ -382,6 +392,7 @@ class Run(Kept):
                 "run.close() while the ranks' parameters differ: each rank keeps its own. Call "
                 "run.synchronise() before it for one model."
             )
+        runtime.notice()
         self._keeper.close()
         runtime.pace.wind_up()
         runtime.close()

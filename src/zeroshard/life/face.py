@@ -6,11 +6,14 @@ used in a computation. Two things go wrong with that:
 - `float(p.grad.norm())`, or of a clipped norm that is the largest of all values, reads this rank's part of it
   without a word.
 - A rank without a row of a tensor has no largest value of it, and fails alone.
+
+And it tells what torch would keep to itself: that a loop has written a parameter, by whatever name.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-__all__ = ["Face", "face_of"]
+from zeroshard.errors import StateError
+
+__all__ = ["Face", "Writes", "face_of"]
 
 _aten = torch.ops.aten
 _NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
@@ -30,6 +35,40 @@ _EXTREMES = {
 }
 
 
+class Writes:
+    """What is written into the faces that hold this one, by whatever name: homes, and views of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.before: Callable[[bool], None] | None = None  # told whether it is the first since `looked`
+        self._begun = False
+
+    def coming(self) -> None:
+        """Somebody is about to write. Peers may still read the rows in place."""
+        if self.before is not None:
+            self.before(not self._begun)
+        self._begun = True
+        self.count += 1
+
+    def looked(self) -> int:
+        self._begun = False
+        return self.count
+
+
+class _Copied(Writes):
+    """Of what looks like a view."""
+
+    def coming(self) -> None:
+        raise StateError(
+            "rows of a sharded parameter or gradient cannot be written by number (p[i].zero_()): they are on "
+            "several ranks, and p[i] is a copy. Write parameters inside `with run.gathered(write=True):` and "
+            "gradients as a whole: p.grad = p.grad * mask."
+        )
+
+
+_COPY = _Copied()
+
+
 class Face(DTensor):
     """What the user sees of a tensor that lies in rows on the ranks, and what torch makes of it.
 
@@ -37,14 +76,34 @@ class Face(DTensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    __slots__ = ("plain",)
+    __slots__ = ("plain", "writes")
     plain: DTensor  # torch's own of the same rows
+    writes: Writes | None  # of parameters, and of views of them
 
     @staticmethod
-    def of(seen: DTensor) -> Face:
+    def of(seen: DTensor, writes: Writes | None = None) -> Face:
         made: Face = Face(seen._local_tensor, seen._spec, requires_grad=seen.requires_grad)  # type: ignore[no-untyped-call]
-        made.plain = seen
+        made.plain, made.writes = seen, writes
         return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Torch would change what it shows, and not the rows: the values are taken over instead."""
+        alike = isinstance(value, DTensor) and value.dtype == self.dtype and value._spec == self._spec
+        if not alike:
+            kind = type(value).__name__ if not isinstance(value, DTensor) else "DTensor"
+            raise StateError(
+                f"p.data = ... of a sharded parameter or gradient of shape {tuple(self.shape)} and "
+                f"{self.dtype} takes one like it, such as p.data * 2, and not a {kind} of shape "
+                f"{tuple(value.shape)} and {value.dtype}. Write whole tensors inside `with "
+                "run.gathered(write=True):`."
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
 
     def settled(self) -> DTensor:
         """Its values put together, where every rank has a part of each. Every rank calls it."""
@@ -67,10 +126,17 @@ class Face(DTensor):
             return func(args[0].settled()._local_tensor)
         neutral = _neutral(func, *args)
         given = {name: _plain(value, None) for name, value in (kwargs or {}).items()}
-        made = func(*[_plain(value, neutral) for value in args], **given)
+        if func._schema.is_mutable:
+            for written in args[0] if type(args[0]) in (list, tuple) else args[:1]:
+                if type(written) is Face and written.writes is not None:
+                    written.writes.coming()
+        try:
+            made = func(*[_plain(value, neutral) for value in args], **given)
+        except RuntimeError as error:
+            raise _explained(error) from error
         if func._schema.is_mutable and made is not None:
             return args[0]  # what it was called on
-        return _shown(made)
+        return _shown(made, args[0] if func.is_view and type(args[0]) is Face else None)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
@@ -88,9 +154,9 @@ for _known in (optimizer._foreach_supported_types, _foreach_utils._foreach_suppo
 _works: list[bool] = []  # whether this torch asks `Face` itself, once that is known
 
 
-def face_of(seen: DTensor) -> DTensor:
+def face_of(seen: DTensor, writes: Writes | None = None) -> DTensor:
     """A face of it; itself where torch (2.11) computes with DTensors past the hooks of a subclass."""
-    made = Face.of(seen)
+    made = Face.of(seen, writes)
     if not _works:
         _works.append(type(made.detach()) is Face)
     return made if _works[0] else seen
@@ -109,13 +175,38 @@ def _neutral(func: Any, first: Any = None, *rest: Any) -> float | None:
     return neutral if not dims or 0 in dims or -first.dim() in dims else None
 
 
+_TOLD = ("got mixed", "Sharding propagation failed", "sharding strategy", "as_strided not supported")
+
+
+def _explained(error: RuntimeError) -> RuntimeError:
+    """What torch cannot do with DTensors is told in words of this library."""
+    text = str(error).strip().split("\n")[0]
+    if not any(words in str(error) for words in _TOLD):
+        return error
+    return StateError(
+        f"a sharded parameter or gradient was used as only a whole tensor can be ({text.rstrip('.!')}). In "
+        "the forward of its own module or unit a parameter is whole: use it there, or let both be in one "
+        "unit (units=). Elsewhere read it inside `with run.gathered():`, or after .full_tensor()."
+    )
+
+
 def _plain(given: Any, neutral: float | None) -> Any:
     if type(given) is Face:
         return given.plain if neutral is None else given.with_a_row(neutral)
     return [_plain(item, neutral) for item in given] if type(given) is list else given
 
 
-def _shown(made: Any) -> Any:
+def _shown(made: Any, viewed: Face | None = None) -> Any:
     if type(made) in (list, tuple):
-        return type(made)(_shown(item) for item in made)
-    return Face.of(made) if type(made) is DTensor else made
+        return type(made)(_shown(item, viewed) for item in made)
+    if type(made) is not DTensor:
+        return made
+    if viewed is None:
+        return Face.of(made)
+    # Torch has put the rows of all ranks together for a view that reaches over them, and made a copy.
+    apart = _sharded(viewed) and not _sharded(made)
+    return Face.of(made, _COPY if apart else viewed.writes)
+
+
+def _sharded(seen: DTensor) -> bool:
+    return any(placement.is_shard() for placement in seen._spec.placements)

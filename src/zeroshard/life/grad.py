@@ -174,6 +174,8 @@ class Gradients:
         if bucket.sink is not None:
             bucket.sink(bucket.for_sink(), bucket.used_anywhere())
             return
+        if self.stage == 0:
+            bucket.rejoin()
         aside = self._aside.pop(bucket.index, None)
         if aside is None and all(bucket.used):
             held = list(map(_grad, bucket.homes))

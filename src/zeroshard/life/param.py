@@ -323,6 +323,12 @@ class Bundle:
         self.full = None
         self.residence = Residence.SHARDED
 
+    def rejoin(self) -> None:
+        """Leaves show this bundle's memory again, after somebody gave them another."""
+        if self.full is not None:
+            for param, view in zip(self.params, self.full_views(self.full), strict=True):
+                param.leaf.data = view
+
     def _views_of(self, buffer: Tensor) -> tuple[list[Tensor], Targets]:
         """The slots whole, and the targets of a gather; made once per buffer."""
         cached = self._views.get(buffer.data_ptr())

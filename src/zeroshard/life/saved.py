@@ -52,7 +52,10 @@ class SavedTensors:
             self.pop()
 
     def home_of(self, tensor: Tensor) -> Bundle | None:
-        owner = self._pool.lent.get(tensor.untyped_storage().data_ptr())
+        try:
+            owner = self._pool.lent.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # a wrapper without memory of its own, such as the DTensor of another unit
+            return None
         return owner if isinstance(owner, Bundle) else None
 
     def _pack(self, tensor: Tensor) -> Any:

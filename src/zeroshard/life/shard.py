@@ -27,7 +27,7 @@ from zeroshard.count.layout import Slot
 from zeroshard.errors import StateError
 from zeroshard.native import join, split
 
-from .face import face_of
+from .face import Writes, face_of
 from .units import Place, Tenant
 
 
@@ -41,8 +41,9 @@ class Faces:
 
     def __init__(self, rank: int, mesh: DeviceMesh | None) -> None:
         self.rank, self.mesh = rank, mesh
+        self.writes = Writes()  # by the loop, into homes
 
-    def show(self, local: Tensor, slot: Slot) -> Tensor:
+    def show(self, local: Tensor, slot: Slot, writes: Writes | None = None) -> Tensor:
         if self.mesh is None:
             return local
         placement: Placement = Replicate() if slot.split == "copy" else Shard(0)
@@ -52,10 +53,9 @@ class Faces:
             own.device.type != self.mesh.device_type
         ):  # rows on the host: from_local would copy them to the GPU
             spec = DTensorSpec(self.mesh, (placement,), tensor_meta=TensorMeta(shape, stride, own.dtype))
-            return face_of(DTensor(own, spec, requires_grad=False))
-        return face_of(
-            DTensor.from_local(own, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
-        )
+            return face_of(DTensor(own, spec, requires_grad=False), writes)
+        made = DTensor.from_local(own, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+        return face_of(made, writes)
 
     @staticmethod
     def local(seen: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def make_home(tenant: Tenant, slot: Slot, local: Tensor, faces: Faces) -> nn.Par
             original = _rebind(original, local)
         home = original
     else:
-        home = nn.Parameter(faces.show(local, slot), requires_grad=original.requires_grad)
+        home = nn.Parameter(faces.show(local, slot, faces.writes), requires_grad=original.requires_grad)
         if not slot.chunked:
             home.__dict__["full_tensor"] = partial(_no_chunks, slot.name)
     if home.is_floating_point():

@@ -11,6 +11,7 @@ chunk, and what the optimizer made of it is split again.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from zeroshard.errors import ModelError
 
 from .moments import HeldMoments
 from .shard import Faces, Param, SplitMaster
+
+log = logging.getLogger("zeroshard")
 
 # Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole
 # tensors.
@@ -72,6 +75,18 @@ def refuse_unfit(optimizer: Optimizer) -> None:
         raise ModelError("SparseAdam needs sparse gradients, and reduced gradients are dense: use AdamW.")
 
 
+def tell_of_no_gradient(params: Sequence[Param], rank: int) -> None:
+    """Where no backward has had any effect: torch says nothing of inputs that it cannot reach."""
+    if all(param.home.grad is None for param in params):
+        log.warning(
+            "rank %d: optimizer.step() without a gradient: since zs.shard() no backward has reached a "
+            "parameter. Call loss.backward() without inputs=[...], and not torch.autograd.grad(): "
+            "autograd knows the whole parameters that stand in the modules while they compute, not those "
+            "of model.parameters().",
+            rank,
+        )
+
+
 class Update:
     """One optimizer and the parameters that it updates."""
 
@@ -113,8 +128,17 @@ class Update:
                 proxy = nn.Parameter(param.local, requires_grad=False)
             self._proxies[id(param.home)] = proxy
 
-    def meet_late(self, params: Sequence[Param]) -> None:
-        """Parameters that `add_param_group` brings."""
+    def meet_late(self, known: Sequence[Param], added: Sequence[Tensor], ranks: int) -> None:
+        """Parameters that `add_param_group` brings, of those that the run knows."""
+        by_home = {id(param.home): param for param in known}
+        strangers = [parameter for parameter in added if id(parameter) not in by_home]
+        if strangers and ranks > 1:
+            raise ModelError(
+                f"add_param_group(): a parameter of shape {tuple(strangers[0].shape)} was not in the model "
+                "when zs.shard() was called, and the ranks would not add up its gradients. Call run.close(), "
+                "complete the model and the optimizer, and shard again."
+            )
+        params = [by_home[id(parameter)] for parameter in added if id(parameter) in by_home]
         for param in params:
             if param.narrow and param.trainable:
                 raise ModelError(

@@ -19,6 +19,7 @@ from zeroshard.policy import EveryStep, choices_of
 from zeroshard.routes import check_patterns, codec_for, routes_of
 
 MOST_PATTERNS = 4  # that a message lists
+LOOKS_UP = (nn.Embedding, nn.EmbeddingBag)
 WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
 
 
@@ -28,6 +29,24 @@ def refuse_model(model: nn.Module, who: str) -> None:
         raise ModelError(f"{who} takes a torch.nn.Module, not {type(model).__name__}.")
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to shard.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"`{name or 'the model'}` is a TorchScript module, which takes no hooks. Pass the module "
+                "that it was scripted from; torch.compile() of blocks works."
+            )
+
+
+def refuse_written(model: nn.Module, options: Options, ranks: int) -> None:
+    """Layers that write their weights in forward, where no optimizer or peer would see it."""
+    for name, module in model.named_modules():
+        limit = getattr(module, "max_norm", None) if isinstance(module, LOOKS_UP) else None
+        if limit is not None and (ranks > 1 or options.precision is not None):
+            raise ModelError(
+                f"`{name or 'the model'}` ({type(module).__name__}) has max_norm={limit}: its forward writes "
+                "the rows that it looks up, and each rank looks up others. Drop max_norm, and scale the rows "
+                "in the loop after optimizer.step()."
+            )
 
 
 def refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], who: str) -> None:

@@ -129,7 +129,7 @@ class Hooks:
 
         @_uncompiled
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            runtime.leave(unit)
+            runtime.leave(unit, output)
 
         opened: list[nn.Module] = []
 
@@ -143,7 +143,7 @@ class Hooks:
         def after_inner(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling() and opened and opened[-1] is module:
                 opened.pop()
-                runtime.leave(unit)
+                runtime.leave(unit, output)
 
         for module in modules.values():
             own = module is unit.module
@@ -242,9 +242,8 @@ class Hooks:
 
         def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
             own_add(group)
-            added = {id(p) for p in self.param_groups[-1]["params"]}
             try:
-                update.meet_late([param for param in runtime.params if id(param.home) in added])
+                update.meet_late(runtime.params, self.param_groups[-1]["params"], runtime.transport.size)
             except ModelError:
                 self.param_groups.pop()
                 raise

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter, is_
 from types import FrameType
+from typing import Any
 
 from torch import Tensor, nn
 
 from zeroshard.errors import StateError
 from zeroshard.host.part import Part
 from zeroshard.life.param import Bundle
-from zeroshard.life.shard import Param
+from zeroshard.life.shard import Faces, Param
 from zeroshard.life.units import Unit
 
-_requires_grad = attrgetter("requires_grad")
+from .written import inside_forward
+
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_place = Tensor.data_ptr
 
 
 class LiveUnit:
@@ -34,6 +38,12 @@ class LiveUnit:
         self.sharded = any(not b.resident for b in self.bundles)
         self._seats = _seats(self.params)
         self._leaves, self._homes = [p.leaf for p in self.params], [p.home for p in self.params]
+        # Where plain homes and leaves are; and how often leaves were written from which nothing goes home.
+        self._plain = [home for home in self._homes if Faces.local(home) is home]
+        self._home_places = list(map(_place, self._plain))
+        self._leaf_places = list(map(_place, self._leaves))
+        self._lost = [p.leaf for b in self.bundles if not b.resident or b.refreshes for p in b.params]
+        self._versions = list(map(_version, self._lost))
         self.parts: list[Part] = []  # updates on the host that its weights wait for
 
     def follow_homes(self) -> None:
@@ -64,9 +74,47 @@ class LiveUnit:
                     "is gathered for several forwards; call functions on a copy made inside gathered()."
                 )
 
+        if list(map(_place, self._plain)) != self._home_places:
+            raise inside_forward(f"a parameter of {self.label}")  # before it, `Written` has seen to that
+
     def stand_leaves(self) -> None:
         for seats, leaves, _ in self._seats:
             seats.update(leaves)
+
+    def begin(self) -> None:
+        """It is whole, and a forward is about to compute with it."""
+        self.stand_leaves()
+        if self.sharded:
+            self._leaf_places = list(map(_place, self._leaves))
+
+    def fault(self, output: Any, kept: bool) -> StateError | None:
+        """A forward has ended: what it may have done to leaves, or with them."""
+        versions, before = list(map(_version, self._lost)), self._versions
+        self._versions = versions
+        if list(map(_place, self._leaves)) != self._leaf_places:
+            for bundle in self.bundles:
+                bundle.rejoin()
+            return inside_forward(f"a parameter of {self.label}")
+        if versions != before:
+            written = [now != old for now, old in zip(versions, before, strict=True)].index(True)
+            return inside_forward(f"`{self._name_of(self._lost[written])}`")
+        return None if kept else self._returned(output)
+
+    def _returned(self, output: Any) -> StateError | None:
+        """It is about to be let go: what a forward returns of its memory would turn to NaN."""
+        lent = [b.full for b in self.bundles if not b.resident and b.full is not None]
+        memory = set(map(_memory, lent))
+        for tensor in _tensors(output) if memory else ():
+            if _memory(tensor) in memory:
+                return StateError(
+                    f"the forward of {self.label} returned a parameter, or a view of one, of shape "
+                    f"{tuple(tensor.shape)}: stage 3 lets it go when that forward ends. Return a copy "
+                    "(.clone()), or name a unit that holds whoever uses it, too (units=)."
+                )
+        return None
+
+    def _name_of(self, leaf: Tensor) -> str:
+        return next(p.name for p in self.params if p.leaf is leaf)
 
     def stand_homes(self) -> None:
         for seats, _, homes in self._seats:
@@ -172,3 +220,22 @@ def leaf_of(view: Tensor, trainable: bool) -> nn.Parameter:
     """A leaf over a bundle's memory. Through `.data`, so that refilling the buffer does not count as
     changing the leaf in place."""
     return nn.Parameter(view.data, requires_grad=trainable)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those that a forward returns, alone or in plain containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper without memory of its own
+        return -1

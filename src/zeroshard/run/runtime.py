@@ -13,7 +13,6 @@ the same numbers.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,7 +37,7 @@ from zeroshard.life.guard import Reader
 from zeroshard.life.param import Bundle, Residence
 from zeroshard.life.saved import SavedTensors
 from zeroshard.life.shard import Faces, Param
-from zeroshard.life.step import Update
+from zeroshard.life.step import Update, tell_of_no_gradient
 from zeroshard.sync import Pace
 from zeroshard.tier.pool import Ledger, Pool
 
@@ -47,8 +46,7 @@ from .norm import clip_scale, global_norm
 from .spans import span
 from .supply import Supply
 from .whole import collect
-
-log = logging.getLogger("zeroshard")
+from .written import Written, before_writes
 
 
 class Runtime:
@@ -98,14 +96,14 @@ class Runtime:
             self._bring(unit)
             if self._task is None:
                 self.pace.advance()
-                unit.stand_leaves()
+                unit.begin()
                 self.supply.course.enter(unit)
             self._active += 1
         unit.depth += 1
         if unit.sharded:
             self.saved.push()
 
-    def leave(self, unit: LiveUnit) -> None:
+    def leave(self, unit: LiveUnit, output: Any = None) -> None:
         """It has computed, or failed."""
         if unit.depth == 0:
             return  # its entry failed: nothing to undo, and the cause must not be hidden by another error
@@ -115,14 +113,19 @@ class Runtime:
         if unit.depth:
             return
         self._active -= 1
+        fault = None
         if self._task is None:
+            kept = self._kept_for_backward(unit)
+            fault = unit.fault(output, kept)
             unit.stand_homes()
-            if not self._kept_for_backward(unit):
+            if not kept:
                 unit.release()
         if self._active == 0:
             self._caller.forget()
             if self._task is None:
                 self.supply.course.end(self.options.prefetch if self.supply.overlaps else 0)
+        if fault is not None:
+            raise fault
 
     def recover(self) -> None:
         """Leave a forward that was interrupted (see `Caller`), and on one rank a backward that died."""
@@ -143,6 +146,11 @@ class Runtime:
             return True
         return torch.is_grad_enabled() and (unit is self.units[0] or unit in self.supply.course.last)
 
+    @property
+    def computing(self) -> bool:
+        """Whether a forward is under way."""
+        return self._active > 0 and self._task is None and not self._caller.gone
+
     def _wake(self) -> None:
         """The first unit of a forward: hand on this rank's newest rows, and start to fetch the peers'."""
         if self.closed:
@@ -150,6 +158,7 @@ class Runtime:
         self._abandon()
         if self._task is None and not self._ahead:
             self._refuse_pending()
+            self.notice()
         if self._task is None and not self._keep_full:
             for unit in self.supply.course.last[:-1]:
                 if unit is not self.units[0]:
@@ -289,7 +298,9 @@ class Runtime:
                 "micro-batch's backward outside of the block before optimizer.step()."
             )
         if not self._reached:
-            self._tell_of_no_gradient()
+            self._reached = True
+            tell_of_no_gradient(self.params, self.transport.rank)
+        self.notice()
         with span("step"):
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
@@ -299,18 +310,6 @@ class Runtime:
                 self.pace.step(update, step)
         self.supply.stale = True
         self.steps += 1
-
-    def _tell_of_no_gradient(self) -> None:
-        """Once, where no backward has had any effect: torch says nothing of inputs that it cannot reach."""
-        self._reached = True
-        if all(param.home.grad is None for param in self.params):
-            log.warning(
-                "rank %d: optimizer.step() without a gradient: since zs.shard() no backward has reached a "
-                "parameter. Call loss.backward() without inputs=[...], and not torch.autograd.grad(): "
-                "autograd knows the whole parameters that stand in the modules while they compute, not those "
-                "of model.parameters().",
-                self.transport.rank,
-            )
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -347,6 +346,16 @@ class Runtime:
         """Homes were written by someone else than the optimizer."""
         self.supply.changed()
         self.pace.rewritten()
+
+    def notice(self) -> None:
+        """Take over what the loop has written into homes by hand; see `written`."""
+        if self.written.seen(self.supply.stale, self._quieten):
+            self.changed()
+
+    def _quieten(self) -> None:
+        """Nobody works on homes any more, nor reads them."""
+        self._settle_updates()
+        self.before_change()
 
     def before_change(self, in_step: bool = False) -> None:
         """State is about to change, in a step but what has an owner: whoever is reading it comes first."""
@@ -403,6 +412,10 @@ class Runtime:
         self.recover()
         for bundle in self.bundles:
             bundle.catch_up()
+        self._settle_updates()
+        self.notice()
+
+    def _settle_updates(self) -> None:
         if self._host_updates is not None:
             self._refuse_pending()
             self._host_updates.settle()
@@ -433,3 +446,6 @@ class Runtime:
         self.units = units
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
         self.supply.adopt(self.bundles)
+        copied = [param for bundle in self.bundles if bundle.refreshes for param in bundle.params]
+        self.written = Written(self.faces, self.params, copied)
+        self.faces.writes.before = before_writes(self)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch._C._functorch import TransformType, peek_interpreter_stack
+
 from zeroshard.comm import Transport
+from zeroshard.errors import StateError
 from zeroshard.host.updates import HostUpdates
 from zeroshard.life.param import Bundle
 
@@ -28,6 +31,7 @@ class Supply:
         self._refreshed: list[Bundle] = []
         self._handed_on: list[Bundle] = []
         self._waits = True  # for all of the host's updates before a forward
+        self._moves = True  # parameters come from elsewhere before a unit computes
 
     def adopt(self, bundles: Sequence[Bundle]) -> None:
         self.overlaps = self.overlaps or any(b.rests.rows != "device" for b in bundles)
@@ -38,6 +42,7 @@ class Supply:
         alone = self._transport.size == 1 or self._transport.keeps_order
         read = any(b.region is not None or b.coded is not None for b in bundles)
         self._waits = read or not alone
+        self._moves = read or any(not b.resident for b in bundles)
         self._handed_on = [b for b in bundles if b.exchanges or (self.overlaps and b.resident)]
 
     def changed(self) -> None:
@@ -46,6 +51,8 @@ class Supply:
 
     def publish(self, updates: HostUpdates | None) -> None:
         """Let the peers have this rank's newest rows. Not done by `step`: loops write parameters after it."""
+        if self._moves:
+            _refuse_transforms()
         if self.stale:
             if updates is not None and (self._waits or self._rewritten or updates.ahead):
                 updates.drain()
@@ -79,3 +86,14 @@ class Supply:
                         bundle.gather(self.epoch)
         for bundle in unit.bundles:
             bundle.finish()
+
+
+def _refuse_transforms() -> None:
+    """Inside of `torch.func.grad` and its like every tensor that is made is one of theirs, without memory."""
+    level = peek_interpreter_stack()
+    if level is not None and level.key() != TransformType.Vmap:
+        raise StateError(
+            "a forward inside torch.func (grad, vjp, jvp, jacrev, hessian) of a sharded model: parameters "
+            "cannot be gathered there. Use torch.autograd.grad() or torch.autograd.functional, or transform "
+            "a copy of the model made inside `with run.gathered():`."
+        )

@@ -94,6 +94,7 @@ class Bucket(Guarded):
         self.back: Sequence[list[Tensor]] = []  # stage 0: per rank, where its reduced piece goes in `whole`
         self.cuts: Sequence[list[tuple[int, int]]] = []  # stage 0: per rank, where that is fetched from
         self.grads: list[Tensor] = []  # per parameter, what home.grad shows
+        self._places: list[int] = []  # where they were when they were first shown
 
     @property
     def label(self) -> str:
@@ -232,6 +233,14 @@ class Bucket(Guarded):
             return [reduced[at : at + s.numel].view(s.shape) for s, at in places]
         places = zip(slots, self.pack.offsets(rank), strict=True)
         return [reduced[at : at + s.held(rank)].view(s.local_shape(rank)) for s, at in places]
+
+    def rejoin(self) -> None:
+        """Plain gradients that the loop has given other memory (`p.grad.data = ...`) show this one again."""
+        places = list(map(Tensor.data_ptr, self.grads))
+        if places != self._places:
+            if self._places:
+                self.grads = self.views_in(self.shown)
+            self._places = list(map(Tensor.data_ptr, self.grads))
 
     def for_sink(self) -> Tensor:
         """What is shown, as sinks take it."""

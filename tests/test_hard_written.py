@@ -1,0 +1,220 @@
+"""Parameters and gradients that the loop writes by hand, at any time and by any name, and tells nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hard_case import STAGES, Case, Training, check, compare, in_float64, plain, plain_turn, sharded, update
+from test_hard_params import Stack, four, squared
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.testing import ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def ascended(training: Training, step: int) -> None:
+    """Sharpness-aware: the gradient is that of a point uphill, from which the weights come back."""
+    training.loss(step).backward()
+    params = list(training.model.parameters())
+    before = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        for p in params:
+            p.add_(p.grad, alpha=0.05)
+    training.optimizer.zero_grad()
+    training.loss(step).backward()
+    with torch.no_grad():
+        for p, value in zip(params, before, strict=True):
+            p.copy_(value)
+    update(training)
+
+
+def between_forwards(training: Training, step: int) -> None:
+    """A rank is through with a forward, and writes what another may still be reading."""
+    plain_turn(training, step)
+    training.loss(step)
+    for p in training.model.parameters():
+        p.data.mul_(0.98)
+    training.loss(step)
+    with torch.no_grad():
+        torch._foreach_mul_(list(training.model.parameters()), 0.99)
+        training.model.last.weight[:, 1:].t().clamp_(-0.2, 0.2)
+    training.loss(step)
+
+
+def assigned(training: Training, step: int) -> None:
+    training.loss(step).backward()
+    for p in training.model.parameters():
+        p.data = p.data * 0.99
+    update(training)
+    for p in training.model.parameters():
+        p.data = p.data.clamp(-0.3, 0.3)
+
+
+def swapped(training: Training, step: int) -> None:
+    """An average of the weights stands in the model while it is evaluated."""
+    plain_turn(training, step)
+    params = list(training.model.parameters())
+    if step == 0:
+        training.average = [p.detach().clone() for p in params]
+    kept = [p.data.clone() for p in params]
+    for mean, p in zip(training.average, params, strict=True):
+        mean.lerp_(p.data, 0.3)
+        p.data.copy_(mean)
+    with torch.no_grad():
+        training.loss(step + 40)
+    for p, value in zip(params, kept, strict=True):
+        p.data = value
+
+
+def gradients_assigned(training: Training, step: int) -> None:
+    """Twice, since the second backward adds to what the first has left."""
+    for micro in range(2):
+        training.loss(2 * step + micro).backward()
+        for p in training.model.parameters():
+            p.grad.data = p.grad.data * 0.5
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def other_optimizer(training: Training, step: int) -> None:
+    """One that is built after shard(), and that nobody was told of."""
+    if step == 0:
+        training.other = torch.optim.SGD(training.model.last.parameters(), lr=0.1)
+    plain_turn(training, step)
+    training.loss(step).backward()
+    training.other.step()
+    training.model.zero_grad()
+    training.loss(step)
+
+
+TURNS = (ascended, between_forwards, assigned, swapped, gradients_assigned, other_optimizer)
+HOST: dict[str, Any] = {"offload": zs.Offload()}
+CASES = {
+    **{turn.__name__: Case(Stack, four, squared, turn=turn, steps=4) for turn in TURNS},
+    **{f"{t.__name__} host": Case(Stack, four, squared, turn=t, steps=4, options=HOST) for t in TURNS},
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", [turn.__name__ for turn in TURNS])
+def test_equals_one_process(name: str, stage: int) -> None:
+    check(__name__, name, stage)
+
+
+@pytest.mark.parametrize("name", [turn.__name__ for turn in TURNS])
+def test_equals_one_process_over_gloo(name: str) -> None:
+    check(__name__, name, 3, transport="gloo")
+
+
+def several(names: list[str], stage: int) -> list[Any]:
+    return [sharded(__name__, name, stage, "auto") for name in names]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 2)])
+def test_equals_one_process_with_state_on_the_host(world: int, stage: int) -> None:
+    names = [name for name in CASES if name.endswith("host") and not name.startswith("between")]
+    found = ranks(world).run(several, names, stage)
+    for name, trained in zip(names, zip(*found, strict=True), strict=True):
+        compare(list(trained), plain(CASES[name], world), CASES[name].tolerance)
+
+
+def narrow(assigns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What a bf16 model of one rank computes: as it is, written by hand, and after run.publish()."""
+    model = nn.Linear(4, 3)
+    run = zs.shard(model, torch.optim.SGD(model.parameters()), precision="bf16")
+    x = torch.ones(1, 4)
+    first = model(x).detach()
+    with torch.no_grad():
+        for p in model.parameters():
+            if assigns:
+                p.data = p.data * 2
+            else:
+                p.mul_(2)
+    second = model(x).detach()
+    run.publish()
+    return first, second, model(x).detach()
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_copy_in_sixteen_bits_follows(assigns: bool) -> None:
+    first, second, third = narrow(assigns)
+    torch.testing.assert_close(second, 2 * first)
+    assert torch.equal(third, second)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def assign_another(stage: int) -> None:
+    model = in_float64(Stack)
+    run = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=stage)
+    weight = model.last.weight
+    if stage:
+        said = (
+            r"p\.data = .* of shape \(5, 6\) .* takes one like it, .* not a Tensor .*gathered\(write=True\)"
+        )
+        with pytest.raises(zs.StateError, match=said):
+            weight.data = torch.zeros(5, 6, dtype=torch.float64)
+    else:
+        weight.data = torch.zeros(5, 6)
+        said = (
+            r"`last\.weight`\.data was replaced by .* torch\.float32 .* keeps it as \(5, 6\), torch\.float64"
+        )
+        with pytest.raises(zs.StateError, match=said):
+            model(four(0, run.rank))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_other_kinds_of_tensors_are_refused(stage: int) -> None:
+    ranks(2).run(assign_another, stage)
+
+
+class Writes(Stack):
+    """Writes parameters while it computes: of the root, or of a block that has yet to run."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "root":
+                self.last.bias.mul_(0.9)
+            elif self.how == "root assigned":
+                self.last.bias.data = self.last.bias.data * 0.9
+            elif self.how == "block":
+                self.blocks[1].up.weight.data.mul_(0.9)
+            elif self.how == "block assigned":
+                self.blocks[1].up.weight.data = self.blocks[1].up.weight.data * 0.9
+        return super().forward(x)
+
+
+REFUSED = {  # by stage, where what is written would be lost; elsewhere it is the model's
+    0: ("root assigned", "block assigned"),
+    2: ("root assigned", "block", "block assigned"),
+    3: ("root", "root assigned", "block", "block assigned"),
+}
+
+
+def write_inside(stage: int, ways: tuple[str, ...]) -> None:
+    training = Training(Case(Writes, four, squared), [dist.get_rank()], {"stage": stage})
+    plain_turn(training, 0)
+    for how in ways:
+        training.model.how = how
+        said = (
+            r"(a parameter|a parameter of .*|`last.bias`) was written inside a forward\. .* in the loop, bef"
+        )
+        with pytest.raises(zs.StateError, match=said):
+            plain_turn(training, 1)
+        training.model.how = ""
+    training.model.load_state_dict(in_float64(Writes).state_dict())
+    found = squared(training.model, four(1, 0)).item()
+    assert found == pytest.approx(squared(in_float64(Writes), four(1, 0)).item())  # all is as it was
+
+
+@pytest.mark.parametrize("stage", REFUSED)
+def test_writing_inside_a_forward_is_refused(stage: int) -> None:
+    ranks(2).run(write_inside, stage, REFUSED[stage])
