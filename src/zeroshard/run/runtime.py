@@ -320,18 +320,15 @@ class Runtime:
         grads = [(p, Faces.local(p.home.grad)) for p in self.params if p.home.grad is not None]
         scale = 1.0
         if math.isfinite(limit):
-            self.norm = self._norm_of(grads)
+            squares = self._host_updates.squares() if self._host_updates is not None else []
+            rows = self.options.shards_state and self.transport.size > 1
+            self.norm = global_norm(grads, squares, self.transport if rows else None)
             scale = clip_scale(limit, self.norm)
         if self._host_updates is not None:
             self._host_updates.commit(self.norm, scale)
         if scale != 1.0 and grads:
             torch._foreach_mul_([grad for _, grad in grads], scale)
         self._settled = True
-
-    def _norm_of(self, grads: list[tuple[Param, Tensor]]) -> float:
-        squares = self._host_updates.squares() if self._host_updates is not None else []
-        rows = self.options.shards_state and self.transport.size > 1
-        return global_norm(grads, squares, self.transport if rows else None)
 
     @property
     def _host_updates(self) -> HostUpdates | None:
