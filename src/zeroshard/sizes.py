@@ -69,3 +69,11 @@ def _unit(number: float) -> tuple[int, str]:
     while abs(number) >= 1024**power * 1023.95 and power < 4:
         power += 1
     return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+
+
+def show_seconds(seconds: float) -> str:
+    """
+    >>> show_seconds(0.01234), show_seconds(4518.2)
+    ('0.0123 s', '4,518 s')
+    """
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:.3g} s"

@@ -11,7 +11,7 @@ from zeroshard.config import Precision
 from zeroshard.count.balance import imbalance
 from zeroshard.count.timeline import Segment
 from zeroshard.errors import PlanError
-from zeroshard.sizes import show_apart, show_bytes
+from zeroshard.sizes import show_apart, show_bytes, show_seconds
 
 from .plan import PLACINGS, Candidate, Plan, made_of
 from .planner import FILLING, all_candidates, price
@@ -52,13 +52,14 @@ def reasons(
 ) -> Iterator[str]:
     """One sentence each: why this one, who comes next, why nothing simpler, and what is not known."""
     slowest = max(chosen.seconds, key=lambda part: chosen.seconds[part])
+    took = show_seconds(chosen.step)
     if chosen.step:
-        yield f"{chosen.label} is the fastest that fits: estimated {chosen.step:.3g} s, most of it {slowest}."
+        yield f"{chosen.label} is the fastest that fits: estimated {took}, most of it {slowest}."
     others = sorted((one for one in candidates if one.fits and one != chosen), key=lambda one: one.step)
     if others:
         runner = others[0]
         equal = runner.step <= chosen.step * EQUAL
-        behind = "as fast, with more moving parts" if equal else f"estimated {runner.step:.3g} s"
+        behind = "as fast, with more moving parts" if equal else f"estimated {show_seconds(runner.step)}"
         yield f"Runner-up: {runner.label}, {behind}, {show_bytes(runner.device)}."
     simpler = [one for one in candidates if not one.fits and one.moving_parts < chosen.moving_parts]
     if simpler:
@@ -97,9 +98,10 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
         least = min(on_device, key=lambda one: (max(one.host - question.host_share, 0), one.disk))
         what, most, node = _lacking(question, least)
         has, needs = show_apart(most, node)
+        ranks = "its rank" if question.ranks_per_node == 1 else f"its {question.ranks_per_node} ranks"
         return (
             f"no plan fits {has} of {what} per node: the smallest whose device part fits ({least.label}) "
-            f"needs {needs} for {question.ranks_per_node} ranks. {_advice(question, least)}"
+            f"needs {needs} for {ranks}. {_advice(question, least)}"
         )
     least = min(candidates, key=lambda one: _size(question, one))
     kinds = least.kinds | ({"host tier": least.host} if question.shared else {})

@@ -21,7 +21,7 @@ from zeroshard.config import Numerics, Options, Stage
 from zeroshard.count.placement import Place, Placement
 from zeroshard.errors import OptionError, PlanError
 from zeroshard.fields import path_text
-from zeroshard.sizes import show_apart, show_bytes
+from zeroshard.sizes import show_apart, show_bytes, show_seconds
 
 FORMAT = 2
 Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]
@@ -240,7 +240,7 @@ class Plan:
             **({"disk": [show_bytes(one.disk) for one in shown]} if disk else {}),
             "sent": [show_bytes(sum(one.sent.values())) for one in shown],
             **({"to other nodes": [show_bytes(sum(one.between.values())) for one in shown]} if nodes else {}),
-            "step, est.": [f"{one.step:.3g} s" if one.step else "–" for one in shown],
+            "step, est.": [show_seconds(one.step) if one.step else "–" for one in shown],
             "fullest at": [one.where for one in shown],
             "numerics": [one.numerics for one in shown],
         }
