@@ -87,6 +87,14 @@ def test_a_node_has_eight_devices(script: str, capsys: pytest.CaptureFixture[str
     assert (plan.ranks, plan.ranks_per_node) == (16, 8)
 
 
+def test_what_is_advised_can_be_typed(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"{script}:build", "--ranks", "1", "--device", "160KiB"]
+    assert cli.main(words) == 0
+    assert "Pass --clip-norm (inf to clip nothing)" in " ".join(capsys.readouterr().out.split())
+    assert cli.main([*words, "--clip-norm", "inf"]) == 0
+    assert "--clip-norm" not in capsys.readouterr().out
+
+
 def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "plan",

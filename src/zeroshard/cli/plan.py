@@ -138,7 +138,7 @@ def _as_typed(text: str) -> str:
         text = re.sub(rf'\b{keyword}="([^"]*)"', rf"{word} \1", text)
         text = re.sub(rf"\b{keyword}=(?=[^\s,.;:)])", f"{word} ", text)
         text = re.sub(rf"\b{keyword}=(?=[\s,.;:)]|$)", word, text)
-    return text
+    return text.replace("math.inf", "inf")
 
 
 def _write(path: str, made: Plan, inquiry: Any, notes: list[str]) -> None:
