@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import torch
@@ -80,27 +79,25 @@ def compare(transport: Transport, mine: dict[str, dict[str, str]]) -> None:
 
 def differing_values(transport: Transport, tensors: dict[str, Tensor]) -> list[str]:
     """Names of tensors whose values are not the same on all ranks, by a checksum of their bits."""
-    mine = [_checksum(t) for t in tensors.values()]
+    places: dict[torch.device, Tensor] = {}  # not kept: 8 MiB of a device
+    mine = [_checksum(t, places) for t in tensors.values()]
     rows: list[Any] = transport.exchange(mine)
     return [name for name, sums in zip(tensors, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
 
 
-def _checksum(tensor: Tensor) -> int:
+def _checksum(tensor: Tensor, places: dict[torch.device, Tensor]) -> int:
     """Every value counts with its place: a buffer may be a random order, the same numbers on all ranks."""
     if tensor.is_meta or tensor.numel() == 0:
         return 0
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_BITS.get(flat.element_size(), torch.int64))
-    places, total = _places(bits.device), 0
-    sums = [part.to(torch.int64, copy=True).mul_(places[: part.numel()]).sum() for part in bits.split(_PART)]
+    if bits.device not in places:
+        places[bits.device] = torch.arange(_PART, device=bits.device) * _ODD + 1
+    weights, total = places[bits.device], 0
+    sums = [part.to(torch.int64, copy=True).mul_(weights[: part.numel()]).sum() for part in bits.split(_PART)]
     for number in torch.stack(sums).tolist():
         total = (total * _ODD + number) % _WRAP
     return total
-
-
-@cache
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(_PART, device=device) * _ODD + 1
 
 
 def _tensor_text(tensor: Tensor) -> str:
