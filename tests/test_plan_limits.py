@@ -292,7 +292,7 @@ def test_a_node_is_a_limit() -> None:
         )
     plan = zs.plan(model, nodes=4, ranks_per_node=2, memory_limit_per_node="1GiB", batch=batch)
     assert (plan.ranks, plan.ranks_per_node, plan.limit) == (8, 2, 2**29)
-    with pytest.raises(OptionError, match="do not make 7 ranks"):
+    with pytest.raises(OptionError, match="nodes=2 does not make 7 ranks"):
         zs.plan(model, ranks=7, nodes=2, limit="1GiB")
 
 
@@ -314,7 +314,7 @@ def test_a_loss_of_the_users_own_is_traced() -> None:
         ({"plan": 3}, r"must be a zs.Plan"),
         ({"limit": "1GiB", "precision": "bf16", "precisions": ("bf16",)}, r"not both"),
         ({"limit": "1GiB", "memory_limit_per_node": "1GiB"}, r"needs one limit"),
-        ({"limit": "1GiB", "nodes": 3}, r"do not make 1 ranks"),
+        ({"limit": "1GiB", "nodes": 3}, r"nodes=3 does not make 1 ranks"),
         ({"limit": "1 parsec"}, r"is not a size"),
     ],
 )
