@@ -95,8 +95,8 @@ class Slot:
     def straight(self) -> bool:
         """Whether pieces of all ranks, one after another, are the tensor, so that between GPUs they can be
         gathered straight to their place. They begin at multiples of 16 bytes, as NCCL likes it."""
-        even = self.by_rows and self.height % self.world == 0 and self.most % 8 == 0
-        return even and self.numel >= STRAIGHT
+        large = self.numel >= STRAIGHT and self.by_rows
+        return large and self.height % self.world == 0 and self.most % 8 == 0
 
     @property
     def most(self) -> int:
