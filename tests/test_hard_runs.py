@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_hard_params import Stack, Tied, four, next_token, squared
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.comm import failure
 from zeroshard.testing import ranks
 
 pytestmark = pytest.mark.ranks
@@ -270,6 +272,33 @@ def test_several_ranks_refuse_to_go_on_after_a_failed_backward(stage: int) -> No
     for text in ranks(WORLD).run(caught_in_backward, stage):
         assert text == ("an earlier backward failed on this rank before its gradients were reduced; "
                         "restart the run from a checkpoint.")  # fmt: skip
+
+
+def with_a_child(transport: str) -> list[float]:
+    """One that loads data, say: it fails, and its exit handlers run, before the ranks go on."""
+    training = Training(Case(Stack, four, squared), [dist.get_rank()], {"stage": 3, "transport": transport})
+    plain_turn(training, 0)
+    child = os.fork()
+    if child == 0:
+        failure._announce(ValueError("of a child"))
+        failure._close_all()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for step in (1, 2):
+        plain_turn(training, step)
+    assert training.run is not None
+    training.run.close()
+    return training.losses
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_child_that_a_rank_forks_ends_as_it_likes(transport: str) -> None:
+    training = Training(Case(Stack, four, squared), list(range(WORLD)))
+    for step in range(3):
+        plain_turn(training, step)
+    losses = ranks(WORLD).run(with_a_child, transport)
+    mean = [sum(of_ranks) / WORLD for of_ranks in zip(*losses, strict=True)]
+    assert mean == pytest.approx(training.losses, rel=1e-9)
 
 
 # ---------------------------------------------------------------------- stray uses

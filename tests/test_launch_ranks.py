@@ -143,6 +143,22 @@ def test_every_way_to_fail_is_reported(script: Write, code: str, status: int, me
     assert done.stderr.splitlines()[-1].startswith(f"zeroshard: {message}")
 
 
+@pytest.mark.parametrize("end", ["raise ValueError('of a child')", "sys.exit('of a child')"])
+def test_a_child_that_a_rank_forks_may_fail(script: Write, end: str) -> None:
+    path = script(
+        f"""
+        child = os.fork()
+        if child == 0:
+            {end}
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    done = launch(f"2, {str(path)!r}")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["1", "[rank 1] 1"]
+    assert "zeroshard: " not in done.stderr
+
+
 def test_an_error_of_all_ranks_is_shown_once(script: Write) -> None:
     done = launch(f"4, {str(script('raise KeyError(7)'))!r}")
     assert done.returncode == 1

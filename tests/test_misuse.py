@@ -312,6 +312,59 @@ def test_use_after_close(net: Trained) -> None:
     optimizer.step()
 
 
+# ---------------------------------------------------------------------- on several ranks
+
+
+def misused(stage: int) -> list[str]:
+    """What two ranks are told, one thing after another; each leaves the run as it was."""
+    model, optimizer, run = trained(stage)
+    wrong = {name: torch.zeros(7) for name in model.state_dict()}
+    stepped = Net()
+    stale = AdamW(stepped.parameters())
+    backward(stepped)
+    stale.step()
+
+    def inside() -> None:
+        with run.no_sync():
+            backward(model)
+            optimizer.step()
+
+    told = []
+    for use in (
+        lambda: model.half(),
+        lambda: model.blocks[0].to(torch.float64),
+        lambda: model.load_state_dict(wrong),
+        inside,
+        optimizer.step,
+        lambda: zs.shard(Net(), optimizer),
+        lambda: zs.shard(stepped, stale),
+        lambda: zs.shard(Net(), units="block.*"),
+        lambda: zs.shard(Net(), units="none", recompute=True),
+    ):
+        with pytest.raises(zs.ZeroShardError) as caught:
+            use()
+        told.append(str(caught.value))
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    run.close()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_rank_is_told_the_same(stage: int) -> None:
+    first, second = ranks(2).run(misused, stage)
+    assert second == first
+    for text, words in zip(first, (
+        "have no effect after zs.shard()", "have no effect after zs.shard()", "is (7,) in the given state",
+        "optimizer.step() inside run.no_sync()", "were never synchronised", "4 of the 4 parameters of AdamW",
+        "AdamW has stepped already", 'unit pattern "block.*" matches none', "recompute=True recomputes units",
+    ), strict=True):  # fmt: skip
+        assert words in text
+    assert 'Did you mean "blocks.*" (2 modules)?' in first[7]
+
+
 def test_every_error_is_a_zeroshard_error_and_the_builtin_one_expects() -> None:
     for kind in (zs.OptionError, zs.ModelError):
         assert issubclass(kind, zs.ZeroShardError)

@@ -3,6 +3,7 @@
 Python ends a failing process in two ways that matter here: through `sys.excepthook`, and inside
 `multiprocessing`, which prints the traceback itself but runs its finalizers while the exception is in flight.
 A process killed by a signal says nothing: its peers notice that it is gone. One that ends well says that too.
+A child that a rank forks (a worker that loads data) ends as it likes: it has no transports.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.util
+import os
 import sys
 import weakref
 from types import TracebackType
@@ -31,6 +33,7 @@ class Listener(Protocol):
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_listeners.clear)
 _installed = False
 
 

@@ -5,6 +5,7 @@ staged back. `part` names the tensors; `updates` says what is due.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -235,6 +236,7 @@ class Crew:
 
 
 _alive: weakref.WeakSet[Crew] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_alive.clear)  # a child has none of their threads
 
 
 @atexit.register

@@ -64,7 +64,7 @@ def join(device: torch.device | str | None = None, patience: timedelta = _PATIEN
     backend = backend_for([store.get(f"device/{rank}").decode() for rank in range(group.world)])
     bound = chosen if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.world, device_id=bound)
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
     return True
 
 
@@ -160,9 +160,10 @@ def backend_for(devices: Sequence[str]) -> str:
     return "nccl" if _CPU not in devices and len(set(devices)) == len(devices) else "gloo"
 
 
-def _leave() -> None:
-    """Closes the group at exit, as NCCL asks; not in a failing rank, whose peers may be stuck."""
+def _leave(rank: int) -> None:
+    """Closes the group at exit, as NCCL asks; not in a failing rank, whose peers may be stuck, nor in a child
+    that the `rank`, a process number, has forked."""
     import torch.distributed as dist
 
-    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+    if os.getpid() == rank and dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()

@@ -45,6 +45,7 @@ class Seat:
 def become(seat: Seat, job: Job) -> int:
     """Runs the job's script in this process and returns its exit code; `sys.exit` passes through."""
     take(seat)
+    own = os.getpid()
     where = os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.target))
     sys.path[0 : 0 if sys.flags.safe_path else 1] = [where]
     sys.argv[:] = [job.target, *job.arguments]
@@ -56,10 +57,12 @@ def become(seat: Seat, job: Job) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as stop:
-        if isinstance(stop.code, str):
+        if isinstance(stop.code, str) and os.getpid() == own:
             tell(seat, Report("SystemExit", stop.code, "", time.monotonic()))
         raise
     except BaseException as error:
+        if os.getpid() != own:
+            raise  # of a child that the script has forked: the rank goes on
         fail(seat, error)
         return 1
     return 0

@@ -119,6 +119,7 @@ class Workers:
 
 
 _pools: weakref.WeakSet[Workers] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_pools.clear)  # a child has none of their threads
 
 
 @atexit.register
