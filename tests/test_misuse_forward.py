@@ -95,6 +95,20 @@ class Given(Stack):
         return self.last(x)
 
 
+class InPlace(Stack):
+    """Changes what a block has kept for its backward: plain PyTorch refuses it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).mul_(1.5)
+        return self.last(x)
+
+
 def forward_of(build: Callable[[], nn.Module]) -> Callable[[int], None]:
     def attempt(stage: int) -> None:
         training = Training(Case(build, four, squared), [dist.get_rank()], {"stage": stage})
@@ -122,6 +136,11 @@ ATTEMPTS: dict[str, tuple[Callable[[int], None], str, tuple[int, ...]]] = {
     "given away": (
         forward_of(Given),
         r"the forward of blocks\.0 returned a parameter, or a view of one, of shape \(6, 6\): stage 3 lets",
+        (3,),
+    ),
+    "in place": (
+        forward_of(InPlace),
+        r"one of the variables needed for gradient computation, .*DoubleTensor of shape \(4, 6\), has been ",
         (3,),
     ),
     "torch.func": (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.errors import StateError
 from zeroshard.tier.pool import Pool
 
 from .param import Bundle, Saved
@@ -60,7 +61,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Any:
         bundle = self.home_of(tensor)
-        return tensor if bundle is None else self.take(bundle, tensor)
+        return (tensor, tensor._version) if bundle is None else self.take(bundle, tensor)
 
     @staticmethod
     def take(bundle: Bundle, tensor: Tensor) -> Saved | Tensor:
@@ -73,8 +74,17 @@ class SavedTensors:
             return packed.bundle.restore(packed)
         if isinstance(packed, _Foreign):
             return packed.unpack(packed.value)
-        assert isinstance(packed, Tensor)
-        return packed
+        if isinstance(packed, Tensor):
+            return packed
+        # Autograd looks at this itself where there are no hooks.
+        tensor, version = packed
+        if tensor._version != version:
+            raise StateError(
+                f"one of the variables needed for gradient computation, a {tensor.type()} of shape "
+                f"{tuple(tensor.shape)}, has been modified by an inplace operation: it is at version "
+                f"{tensor._version}, not {version}. Find it with torch.autograd.set_detect_anomaly(True)."
+            )
+        return tensor  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
