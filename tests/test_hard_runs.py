@@ -345,3 +345,29 @@ def test_stray_uses_between_steps(stage: int) -> None:
         assert got["norm"] == pytest.approx(norm, rel=1e-9)
         torch.testing.assert_close(got["partial"], partial, rtol=1e-9, atol=1e-9)
         same_tensors(got["params"], {n: p.detach() for n, p in model.named_parameters()}, 1e-9, "")
+
+
+# ---------------------------------------------------------------------- what a run tells of itself
+
+
+def told(stage: int) -> tuple[set[str], dict[str, float], int]:
+    """The spans of one step, how long it waited, and for how many steps."""
+    training = Training(Case(Stack, four, squared), [dist.get_rank()], {"stage": stage})
+    plain_turn(training, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        plain_turn(training, 1)
+    assert training.run is not None
+    stats = training.run.stats()
+    training.run.close()
+    names = {event.key for event in profile.key_averages() if event.key.startswith("zeroshard.")}
+    return names, dict(stats.waited), stats.steps
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_spans_are_named_after_units_and_waits_are_counted(stage: int) -> None:
+    for names, waited, steps in ranks(WORLD).run(told, stage):
+        assert {"zeroshard.step", "zeroshard.land"} <= names
+        assert {f"zeroshard.gather blocks.{number}" for number in range(3)} <= names
+        assert steps == 2
+        assert waited
+        assert all(seconds >= 0 for seconds in waited.values())
