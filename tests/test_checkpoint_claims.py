@@ -77,12 +77,13 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     for name, results in json.loads(done.stdout).items():
         assert len(results) == 20
         assert all(result["good"] and not result["hidden"] for result in results), (name, results)
-        before = 0
+        before = count = 0
         for result in results:
             saved = result["latest"] or 0
             assert saved >= max(before, result["told"]), (name, results)
-            assert result["count"] <= 4
-            before = saved
+            # A save removes the oldest when it is complete, so one that was killed may leave one too many.
+            assert result["count"] <= (3 if result["told"] else count) + 1, (name, results)
+            before, count = saved, result["count"]
         assert before > 0, f"no save was fast enough: {results}"
 
 

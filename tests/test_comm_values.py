@@ -6,7 +6,7 @@ import pytest
 import torch
 from comm_ranks import threads
 
-from zeroshard.comm import Transport, gloo, passage
+from zeroshard.comm import Fetch, Transport, gloo, passage
 from zeroshard.comm.sums import _sum_by_chunks, sum_pieces
 
 pytestmark = pytest.mark.threads
@@ -132,6 +132,41 @@ def test_gather_brings_every_segment(
             rows = torch.arange(3.0 * other + 2) + 100 * other
             expected = [rows[at : at + numel].view(1, -1).to(dtype) for at, numel in segments]
             assert all(torch.equal(got, want) for got, want in zip(out[other], expected, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "size"), [*SIZES, ("nodes", 4)])
+def test_many_gathers_at_once_are_each_of_them(kind: str, size: int) -> None:
+    """Over several epochs: what arrives, beside this rank's own rows, and what is counted."""
+    numels = {"a": 3, "b": 0, "c": 40}
+
+    def body(transport: Transport) -> list[torch.Tensor]:
+        rank, fetches = transport.rank, []
+        for number, (key, numel) in enumerate(numels.items()):
+            source = transport.allocate(key, numel * size, DTYPES[number])
+            cuts = [[(r * numel, numel)] if numel else [] for r in range(size)]
+            out = [[source.mine[at : at + n] for at, n in cut] for cut in cuts]
+            out[rank] = []
+            fetches.append(Fetch(key, source, cuts, out))
+        for epoch in range(6):  # the last three come one by one
+            transport.fence()
+            for fetch in fetches:
+                for at, n in fetch.cuts[rank]:
+                    fetch.source.mine[at : at + n] = 10.0 * rank + epoch
+            transport.open()
+            if epoch < 3:
+                transport.gather_all("all", fetches)
+                seen = [fetch.source.mine.clone() for fetch in fetches]
+            else:
+                for work in [transport.gather("each", *fetch) for fetch in fetches]:
+                    work.wait()
+        transport.fence()
+        for counted in (transport.counters.sent, transport.counters.received):
+            assert counted.get("all", 0) == counted.get("each", 0)
+        return seen
+
+    for seen in threads(kind, size, body):
+        for found, numel in zip(seen, numels.values(), strict=True):
+            assert torch.equal(found.float(), torch.arange(float(size)).repeat_interleave(numel) * 10 + 2)
 
 
 def test_gathers_into_the_same_tensors_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,49 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- close
 
 
+class Remembers(torch.optim.SGD):
+    """Keeps its last gradients in a list."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("seen", []).append(p.grad.detach().clone())
+        super().step(closure)
+
+
+def nested_state(stage: int, folder: Path) -> list[str]:
+    """What is said of it, before anything is done; without it the run is saved and closed as ever."""
+    model = Stack()
+    optimizer = Remembers(model.parameters(), lr=0.1)
+    run = zs.shard(model, optimizer, stage=stage, split="rows")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    said = []
+    verbs: list[Callable[[], Any]] = [lambda: run.save(folder / "none"), run.close]
+    for verb in verbs if stage else verbs[:1]:  # at stage 0 every rank has all of it, and may close
+        with pytest.raises(zs.StateError) as refused:
+            verb()
+        said.append(str(refused.value))
+    assert not (folder / "none").exists()
+    optimizer.state.clear()
+    run.save(folder / "some")
+    run.close()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tensors_in_lists_are_refused_before_anything_is_lost(stage: int, tmp_path: Path) -> None:
+    for said in ranks(WORLD).run(nested_state, stage, tmp_path):
+        verbs = ["save", "close"] if stage else ["save"]
+        for verb, text in zip(verbs, said, strict=True):
+            assert text.startswith(
+                f"cannot {verb} now (rank 0): Remembers keeps tensors in a list (`seen` of"
+            )
+            assert "optimizer.state.clear()" in text
+
+
 def closed_amid(name: str, stage: int) -> dict[str, Tensor]:
     """Three steps sharded, then closed, then three plain steps on the whole batch."""
     training = start(name, stage)

@@ -62,7 +62,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("place",),
     ),
     "planning": (
-        ("plan", "pricing", "fused", "recurrent", "widening", "likeness", "blueprint", "unfit"),
+        ("plan", "pricing", "fakes", "fused", "recurrent", "widening", "likeness", "blueprint", "unfit"),
         ("traffic", "question"),
         ("meter", "measure", "planner"),
         ("trace", "choice", "frames"),
@@ -70,7 +70,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("spans", "agree", "whole", "norm", "scaling", "state", "written"),
+        ("spans", "agree", "whole", "norm", "scaling", "state", "written", "late"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),
@@ -101,7 +101,8 @@ NO_TORCH = {
 DISTRIBUTED = {"comm", "life.face", "life.shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
-HOOKED = {"run.hooks", "planning.trace"}  # a trace hooks fake tensors only, which end with it
+# A trace hooks fake tensors only, which end with it; a face passes on what it is asked for.
+HOOKED = {"run.hooks", "planning.trace", "life.face"}
 HOOKS = re.compile(r"_?register_\w*hook\w*")
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc"}
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 450, 80, 10

@@ -254,7 +254,7 @@ def test_a_step_joins_one_chunk_at_a_time() -> None:
     assert 2 * chunk <= peak.most <= 2 * chunk + each
     assert run.stats().live["state"] == 32 * 64 * 64 * (2 + 8)
     setup = Setup(units, run.options, 1, rules)
-    with patch("zeroshard.count.timeline.WIDEN_BYTES", chunk):
+    with patch("zeroshard.count.memory.WIDEN_BYTES", chunk):
         assert step_moments(setup, ())[-1].kinds["update"] == 2 * chunk
     assert setup.held.state == run.stats().live["state"]
     run.close()

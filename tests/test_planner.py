@@ -360,7 +360,7 @@ def test_a_trillion_parameters_in_seconds(world: int) -> None:
     model = on_meta(partial(Huge, 25600, 128))
     start = time.process_time()
     plan = zs.plan(model, ranks=world, limit="120GiB", host_limit="2TiB", batch="1x2048", precision="bf16")
-    assert time.process_time() - start < 15  # 3 to 4 s; twice and more where other processes share the cores
+    assert time.process_time() - start < 12  # 3 s; twice and more where other processes share the cores
     assert plan.parameters > 1e12
     assert plan.chosen.stage == 3
     assert plan.imbalance < 0.01

@@ -3,6 +3,7 @@ bytes are right, and that larger units beside them are sharded as ever."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -95,6 +96,36 @@ def test_they_train_as_ever_and_their_bytes_are_foreseen(more: dict[str, Any]) -
         for kind, count in one["expected"].items():
             assert_bytes(one["sent"][kind], count, 0.2, kind)  # padding counts among such small ones
         assert one["live"]["parameters"] < other["live"]["parameters"], "the larger ones are sharded"
+
+
+def calls(stage: int, transport: str) -> tuple[int, int]:
+    """How often rows are fetched in a forward: for many at once, and for one."""
+    torch.manual_seed(0)
+    model = Uneven()
+    run = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=stage, transport=transport)
+    moved = run._runtime.transport
+    counts = Counter[str]()
+    for name in ("gather_all", "gather"):
+        plain = getattr(moved, name)
+
+        def counted(*given: Any, name: str = name, plain: Any = plain) -> Any:
+            counts[name] += 1
+            return plain(*given)
+
+        setattr(moved, name, counted)
+    with torch.no_grad():
+        model(torch.zeros(2, WIDTH))
+    found = counts["gather_all"], counts["gather"]
+    run.close()  # which gathers every parameter whole
+    return found
+
+
+@pytest.mark.ranks
+def test_small_ones_are_fetched_by_one_call() -> None:
+    """Over shared memory, where a call does the work itself; elsewhere they are under way one by one."""
+    assert set(ranks(2).run(calls, 1, "shm")) == {(1, 0)}
+    assert set(ranks(2).run(calls, 3, "shm")) == {(1, 3)}  # and those that are sharded
+    assert set(ranks(2).run(calls, 1, "gloo")) == {(0, 136)}
 
 
 def test_where_rows_travel_as_codes_none_stays() -> None:

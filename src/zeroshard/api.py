@@ -34,7 +34,8 @@ from .run.keeper import Keeper
 from .run.kept import Kept
 from .run.resting import resting
 from .run.runtime import Runtime
-from .run.state import give_back
+from .run.snapshot import refuse_untimely
+from .run.state import give_back, nested
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -393,6 +394,10 @@ class Run(Kept):
                 "run.synchronise() before it for one model."
             )
         runtime.notice()
+        if runtime.faces.mesh is not None:
+            runtime.publish()  # a peer may still be in a forward that this rank did not make
+            told = runtime.transport.exchange(nested(runtime.updates))
+            refuse_untimely("close", [None if one is None else str(one) for one in told])
         self._keeper.close()
         runtime.pace.wind_up()
         runtime.close()

@@ -56,7 +56,7 @@ def codec_for(routes: Routes, name: str, shape: Sequence[int]) -> Compression | 
     """The codec of the first pattern that matches; None: the gradient travels as it is. So does one that has
     not the form that its codec is for: a vector among matrices. And a single number, of which every rank has
     a copy: coded for each beside other values, it would come out otherwise."""
-    if not shape:
+    if not shape or not routes:
         return None
     codec = next((codec for pattern, codec in routes if fnmatchcase(name, pattern)), None)
     if isinstance(codec, LowRank) and not codec.suits(shape):

@@ -8,10 +8,11 @@ from .nodes import NodesTransport
 from .shm import ShmTransport
 from .sums import Span, first_scale, sum_spans
 from .targets import Targets, in_wire
-from .transport import Counters, Region, Transport, Work
+from .transport import Counters, Fetch, Region, Transport, Work
 
 __all__ = [
     "Counters",
+    "Fetch",
     "GlooTransport",
     "LocalTransport",
     "NcclTransport",

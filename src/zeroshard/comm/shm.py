@@ -17,7 +17,6 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -28,8 +27,9 @@ from zeroshard.native import Moves
 
 from . import bounce, failure, memfd
 from .control import EPOCH, MAX_LANES, Control, consumed, posted
+from .pull import Copies, Dealt, Gather, totals
 from .sums import sum_pieces
-from .transport import Add, Cuts, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
+from .transport import Add, Cuts, Fetch, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
 from .watch import LONG, look_after
 from .whereabouts import Whereabouts
 
@@ -55,10 +55,10 @@ class ShmTransport(Transport):
         names: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
-        self._control = Control(store, rank, size, timeout, names)
-        self._control.progress = self.progress
-        self._dealt: list[_Dealt] = []
-        self._gathers: list[_Gather] = []
+        self.control = Control(store, rank, size, timeout, names)
+        self.control.progress = self.progress
+        self.dealt: list[Dealt] = []
+        self.gathers: list[Gather] = []
         self._whereabouts = Whereabouts()
         self._epoch = 0
         self._lanes_used = 0
@@ -116,9 +116,9 @@ class ShmTransport(Transport):
         region.state.clear()
 
     def fill(self, region: Region) -> None:
-        for work in [work for work in self._dealt if work.wire is region]:
+        for work in [work for work in self.dealt if work.wire is region]:
             work.wait()
-        control, lane = self._control, region.lane
+        control, lane = self.control, region.lane
         target = control.own(posted(lane))
         if not control.reached(consumed(lane), target):
             with self.counters.waiting("fill"):
@@ -188,12 +188,12 @@ class ShmTransport(Transport):
 
         return self._post(kind, key, wire, take)
 
-    def _post(self, kind: str, key: str, wire: Region, take: Callable[[], None]) -> _Dealt:
+    def _post(self, kind: str, key: str, wire: Region, take: Callable[[], None]) -> Dealt:
         """My pieces are ready; `take` is called when everybody's are."""
-        turn = self._control.own(posted(wire.lane)) + 1
-        work = _Dealt(self, kind, key, wire, turn, take)
-        self._control.publish(posted(wire.lane), turn)
-        self._dealt.append(work)
+        turn = self.control.own(posted(wire.lane)) + 1
+        work = Dealt(self, kind, key, wire, turn, take)
+        self.control.publish(posted(wire.lane), turn)
+        self.dealt.append(work)
         return work
 
     def _sums_for_me(self, key: str, wire: Region, pieces: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -213,7 +213,7 @@ class ShmTransport(Transport):
 
     def hand_on(self, token: Region) -> None:
         """What peers fetch from this rank by `gather_handed` with this token is in its place."""
-        self._control.publish(posted(token.lane), self._control.own(posted(token.lane)) + 1)
+        self.control.publish(posted(token.lane), self.control.own(posted(token.lane)) + 1)
 
     def gather_handed(
         self,
@@ -225,7 +225,7 @@ class ShmTransport(Transport):
         out: Sequence[Sequence[torch.Tensor]],
     ) -> Work:
         """As `gather`, of what every rank hands on itself: waits for as many `hand_on` as this rank made."""
-        ready = (posted(token.lane), self._control.own(posted(token.lane)))
+        ready = (posted(token.lane), self.control.own(posted(token.lane)))
         return self._gather(kind, key, source, cuts, out, ready)
 
     def _gather(
@@ -241,48 +241,70 @@ class ShmTransport(Transport):
         slot = f"{key} {own}"
         cached = source.state.get(slot)
         if cached is None or cached.cuts != cuts:
-            targets = [to for tensors in out for to in tensors]
-            views = [
-                source.peers[rank][at : at + numel].view(to.shape)
-                for rank, segments in enumerate(cuts)
-                if rank != self.rank or own
-                for (at, numel), to in zip(segments, out[rank], strict=True)
-            ]
-            totals = [sum(numel for _, numel in segments) for segments in cuts]
-            cached = source.state[slot] = _Copies(cuts, views, Moves(targets, views), totals, out, targets)
-        work = _Gather(self, kind, key, ready, cached, out)
-        self._gathers.append(work)
+            targets, views = self._pairs(source, cuts, out)
+            moves = Moves(targets, views)
+            cached = source.state[slot] = Copies(cuts, views, moves, totals(cuts), out, targets)
+        work = Gather(self, kind, key, ready, cached, out)
+        self.gathers.append(work)
         self._count_gather(kind, cached.totals, source.mine.element_size())
         return work
 
+    def _pairs(
+        self, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that a gather fills, and what of the peers' memory goes there."""
+        targets = [to for tensors in out for to in tensors]
+        views = [
+            source.peers[rank][at : at + numel].view(to.shape)
+            for rank, segments in enumerate(cuts)
+            if rank != self.rank or out[rank]
+            for (at, numel), to in zip(segments, out[rank], strict=True)
+        ]
+        return targets, views
+
+    def gather_all(self, kind: str, fetches: Sequence[Fetch]) -> None:
+        """By one list of copies, made once."""
+        state, ready = fetches[0].source.state, (EPOCH, self._epoch)
+        if state.get("all", (None,))[0] is not fetches:
+            pairs = [self._pairs(*fetch[1:]) for fetch in fetches]
+            to, of = ([tensor for pair in pairs for tensor in pair[side]] for side in (0, 1))
+            rows = [[n * fetch.source.mine.element_size() for n in totals(fetch.cuts)] for fetch in fetches]
+            state["all"] = fetches, Moves(to, of), to, of, list(map(sum, zip(*rows, strict=True)))
+        if not self.control.reached(*ready):
+            with self.counters.waiting(kind):
+                self.control.wait(*ready, lambda: f"its {kind} [{fetches[0].key}, {len(fetches)} in all]")
+        _, moves, to, of, nbytes = state["all"]
+        moves.run(to, of, "neither")
+        self._count_gather(kind, nbytes, 1)
+
     def open(self) -> None:
         self._epoch += 1
-        self._control.publish(EPOCH, self._epoch)
+        self.control.publish(EPOCH, self._epoch)
 
     def fence(self) -> None:
-        for work in list(self._gathers):
+        for work in list(self.gathers):
             work.wait()
         with self.counters.waiting("fence"):
-            self._control.mail("the fence before an update", b"")
+            self.control.mail("the fence before an update", b"")
 
     def progress(self) -> None:
         """Take pieces that have come while this rank waits, so that a peer can fill its wire again."""
-        for work in list(self._dealt):
+        for work in list(self.dealt):
             work.poll()
 
     def while_waiting(self, progress: Callable[[], object]) -> None:
         """Call `progress` again and again while this rank waits, in place of this transport's own."""
-        self._control.progress = progress
+        self.control.progress = progress
 
     # Small agreements
 
     def _mail(self, label: str, value: object) -> list[bytes]:
         with self.counters.waiting("agree"):
-            return self._control.mail(label, json.dumps(value).encode())
+            return self.control.mail(label, json.dumps(value).encode())
 
     def barrier(self, what: str) -> None:
         with self.counters.waiting("barrier"):
-            self._control.mail(f"barrier '{what}'", b"")
+            self.control.mail(f"barrier '{what}'", b"")
 
     def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
         return self._fold("max", values, what)
@@ -292,7 +314,7 @@ class ShmTransport(Transport):
 
     def _fold(self, how: str, values: Sequence[float], what: str) -> list[float]:
         with self.counters.waiting("agree"):
-            rows = self._control.mail(what, struct.pack(f"{len(values)}d", *values))
+            rows = self.control.mail(what, struct.pack(f"{len(values)}d", *values))
         return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
 
     def exchange(self, value: object) -> list[object]:
@@ -307,9 +329,9 @@ class ShmTransport(Transport):
         with self.counters.waiting("broadcast"):
             label = f"broadcast '{key}'"
             whole = buffer.peers[source]
-            bounce.broadcast(tensors, whole, sends, lambda start, stop: self._control.mail(label, b""))
+            bounce.broadcast(tensors, whole, sends, lambda start, stop: self.control.mail(label, b""))
             # The next broadcast starts at the first half again, which a slow peer may still be reading.
-            self._control.mail(label, b"")
+            self.control.mail(label, b"")
         if bounce.is_large(tensors):
             self.free(self._bounces.pop(source))
         self._count_broadcast(tensors, source)
@@ -317,120 +339,21 @@ class ShmTransport(Transport):
     # The end
 
     def report(self, text: str) -> None:
-        self._control.leave(text)
+        self.control.leave(text)
 
     def look(self) -> None:
         """What the guard does: let waiting peers know if this rank is in a collective of torch."""
-        self._control.tell_foreign(self._whereabouts.collective(LONG))
+        self.control.tell_foreign(self._whereabouts.collective(LONG))
 
     def cause(self) -> str | None:
-        return self._control.cause()
+        return self.control.cause()
 
     def close(self) -> None:
         if self._closed.is_set():
             return
         self._closed.set()
         failure.unlisten(self)
-        self._control.leave()
-        self._dealt.clear()
-        self._gathers.clear()
+        self.control.leave()
+        self.dealt.clear()
+        self.gathers.clear()
         self._bounces.clear()
-
-
-class _Dealt:
-    """Waits for every peer's wire, then takes this rank's pieces."""
-
-    __slots__ = ("_done", "_key", "_kind", "_take", "_transport", "_turn", "wire")
-
-    def __init__(
-        self,
-        transport: ShmTransport,
-        kind: str,
-        key: str,
-        wire: Region,
-        turn: int,
-        take: Callable[[], None],
-    ) -> None:
-        self._transport, self._kind, self._key, self.wire, self._turn = transport, kind, key, wire, turn
-        self._take = take
-        self._done = False
-
-    def poll(self) -> bool:
-        control = self._transport._control
-        if self._done:
-            return True
-        if not control.reached(posted(self.wire.lane), self._turn):
-            return False
-        self._done = True
-        with torch.no_grad():
-            self._take()
-        control.publish(consumed(self.wire.lane), self._turn)
-        self._transport._dealt.remove(self)
-        return True
-
-    def wait(self) -> None:
-        if self.poll():
-            return
-        transport = self._transport
-        with transport.counters.waiting(self._kind):
-            word = posted(self.wire.lane)
-            transport._control.wait(word, self._turn, lambda: f"its {self._kind} [{self._key}]")
-        self.poll()
-
-
-@dataclass
-class _Copies:
-    """The copies of one key's gathers, prepared: out of the peers' memory, into the tensors of the last
-    one."""
-
-    cuts: Cuts
-    sources: list[torch.Tensor]
-    moves: Moves
-    totals: list[int]
-    out: Sequence[Sequence[torch.Tensor]]
-    targets: list[torch.Tensor]
-
-    def run(self, out: Sequence[Sequence[torch.Tensor]]) -> None:
-        moved = "neither"
-        if out is not self.out:
-            self.out, self.targets = out, [to for tensors in out for to in tensors]
-            moved = "to"
-        if self.targets:
-            self.moves.run(self.targets, self.sources, moved)
-
-
-class _Gather:
-    """Waits until a word of every peer says that it is ready, then copies."""
-
-    __slots__ = ("_copies", "_done", "_key", "_kind", "_out", "_ready", "_transport")
-
-    def __init__(
-        self,
-        transport: ShmTransport,
-        kind: str,
-        key: str,
-        ready: tuple[int, int],
-        copies: _Copies,
-        out: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
-        self._transport, self._kind, self._key, self._ready = transport, kind, key, ready
-        self._copies, self._out = copies, out
-        self._done = False
-
-    def poll(self) -> bool:
-        if self._done:
-            return True
-        if not self._transport._control.reached(*self._ready):
-            return False
-        self._done = True
-        self._copies.run(self._out)
-        self._transport._gathers.remove(self)
-        return True
-
-    def wait(self) -> None:
-        if self.poll():
-            return
-        transport = self._transport
-        with transport.counters.waiting(self._kind):
-            transport._control.wait(*self._ready, lambda: f"its {self._kind} [{self._key}]")
-        self.poll()

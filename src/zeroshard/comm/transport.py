@@ -8,13 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from zeroshard.errors import RankError
 
-__all__ = ["Counters", "Cuts", "Done", "Land", "Region", "Spans", "Transport", "Work", "fold", "slices"]
+__all__ = [
+    "Counters",
+    "Cuts",
+    "Done",
+    "Fetch",
+    "Land",
+    "Region",
+    "Spans",
+    "Transport",
+    "Work",
+    "fold",
+    "slices",
+]
 
 Spans = Sequence[tuple[int, int]]
 Cuts = Sequence[Spans]
@@ -59,6 +71,15 @@ class Region:
     lane: int = 0
     peers: list[torch.Tensor] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
+
+
+class Fetch(NamedTuple):
+    """What one gather fetches; see `Transport.gather`."""
+
+    key: str
+    source: Region
+    cuts: Cuts
+    out: Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass
@@ -217,6 +238,11 @@ class Transport(ABC):
         `cuts[r]` lists (offset, numel) in rank r's region; `out[r]` the contiguous tensors they go to, of any
         dtype and device. `out[rank]` is empty where this rank's own rows are in place already.
         """
+
+    def gather_all(self, kind: str, fetches: Sequence[Fetch]) -> None:
+        """Several gathers from beginning to end. The same list every time, or equal ones in their place."""
+        for work in [self.gather(kind, *fetch) for fetch in fetches]:
+            work.wait()
 
     @abstractmethod
     def open(self) -> None:

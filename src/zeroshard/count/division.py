@@ -17,7 +17,7 @@ from .layout import ALIGN, Slot, aligned, buckets, slots_by_name, stretches
 from .lending import small_units
 from .placement import Place, Placement, Rest
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
-from .wires import Sort
+from .wires import HELD_BYTES, Sort
 
 NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overlap
 
@@ -319,9 +319,22 @@ class Division(ABC):
         return result
 
     @cached_property
-    def bucket_of(self) -> dict[str, int]:
-        """By the name of a weight, the number of the bucket that its gradient travels in."""
-        return {w.name: number for number, bucket in enumerate(self.buckets) for w in bucket.weights}
+    def arriving(self) -> dict[str, tuple[int, int]]:
+        """By the name of a weight, the number of the bucket that its gradient travels in, and its bytes on
+        the leaf."""
+        numbered = [(number, w) for number, bucket in enumerate(self.buckets) for w in bucket.weights]
+        return {w.name: (number, w.numel * WIDTHS[self.dtypes(w)[0]]) for number, w in numbered}
+
+    @cached_property
+    def holding(self) -> list[bool]:
+        """Of each bucket, whether its gradients may stay on some rank until the next one has left; see
+        `bucket.held`."""
+        return [not self.staged and not self.behind and self._holds(bucket) for bucket in self.buckets]
+
+    def _holds(self, bucket: Bucket) -> bool:
+        width, members = WIDTHS[bucket.wire], zip(bucket.weights, bucket.pack.most, strict=True)
+        plain = bucket.codec is None
+        return plain and any(n * width >= HELD_BYTES and self.dtypes(w)[0] == bucket.wire for w, n in members)
 
     @cached_property
     def trainable(self) -> dict[str, Weight]:

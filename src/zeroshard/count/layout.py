@@ -205,9 +205,17 @@ class Pack:
 
     def body(self, rank: int) -> int:
         """Elements of the rows in a piece, padding included, flags not."""
-        return sum(aligned(slot.held(rank), self.align) for slot in self.slots)
+        known = self._bodies.get(rank)
+        if known is None:
+            known = sum(aligned(slot.held(rank), self.align) for slot in self.slots)
+            self._bodies[rank] = known
+        return known
 
-    @property
+    @cached_property
+    def _bodies(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
     def tail(self) -> int:
         """Elements of the flags behind a piece's rows."""
         return aligned(len(self.slots)) if self.flags else 0

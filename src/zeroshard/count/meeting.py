@@ -30,11 +30,12 @@ def stage_bytes(setup: Division) -> int:
             if isinstance(bucket.codec, Codec):
                 need("uint8", wire_bytes(bucket.codec, bucket.pack, WIDTHS[bucket.wire]))
             continue
-        each, total = max(bucket.piece(0), bucket.piece(setup.rank)), bucket.wire_numel
+        own, total = bucket.piece(setup.rank), bucket.wire_numel
+        each = max(bucket.piece(0), own)
         even = each * world == total
         if WIDTHS[bucket.wire] == 2:
-            need(bucket.wire, bucket.piece(setup.rank) * world)
-            need("float32", bucket.piece(setup.rank) if bucket.landed != "float32" else 0)
+            need(bucket.wire, own * world)
+            need("float32", own if bucket.landed != "float32" else 0)
         elif not even or bucket.landed != bucket.wire:
             need(bucket.wire, each + (0 if even else each * world))
         if setup.options.stage == 0 and setup.behind:

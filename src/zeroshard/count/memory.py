@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from .placement import Budget, Buffering, Bytes, Demand, Placement, Rest, Wish, 
 from .shapes import BLOCKS, GRAIN, REQUEST, WIDTHS, Buffers, Part
 from .wires import gradients_of
 
+WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
 # What setups that differ in the units that they recompute have in common.
 _SAME = (
     "places",
@@ -29,8 +31,10 @@ _SAME = (
     "parts",
     "buckets",
     "stage",
+    "update",
     "held",
-    "bucket_of",
+    "arriving",
+    "holding",
     "trainable",
     "_dtypes",
     "_stretches",
@@ -68,6 +72,11 @@ class Setup(Division):
     def stage(self) -> int:
         """`stage_bytes` of this, reckoned once."""
         return stage_bytes(self)
+
+    @cached_property
+    def update(self) -> int:
+        """`update_bytes` of this, reckoned once."""
+        return update_bytes(self)
 
     @cached_property
     def demands(self) -> tuple[list[Demand], Buffering]:
@@ -137,7 +146,9 @@ def _host(setup: Setup) -> Buffers:
     staging = staging_bytes(staged, offload.stages)
     staging += _blocks([part for part in setup.parts if part.paged])
     berths = min(offload.stages, len(disk) + 1) * max(*disk, GRAIN) if disk else 0
-    return Buffers(host=host + berths + moments, staging=staging, disk=sum(disk))
+    early, clip = sum(part.native for part in setup.parts), setup.options.clip_norm
+    squares = 4 * (early + 1) if early and clip is not None and math.isfinite(clip) else 0  # of norms
+    return Buffers(host=host + berths + moments, buckets=squares, staging=staging, disk=sum(disk))
 
 
 def placed(setup: Setup) -> Placement:
@@ -250,3 +261,21 @@ def gathered(setup: Setup) -> int:
     # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
     arriving = sum(changes if setup.overlaps else set(changes))
     return lasting + arriving + sum(numel * WIDTHS["float32"] for numel in scratches)
+
+
+def update_bytes(setup: Setup) -> int:
+    """Temporaries of torch's own step on the device: gradients widened to the master's dtype, split masters
+    joined, and what foreach makes."""
+    total = widened = joined = 0
+    largest = 0
+    for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
+        for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
+            if weight.trainable and weight.rule >= 0:
+                size = slot.held(setup.rank) * WIDTHS[bundle.master]
+                widens = setup.grad_dtypes(weight)[1] != bundle.master
+                total, widened, largest = total + size, widened + size * widens, max(largest, size)
+                joined += size * setup.splits(bundle)
+    elementwise = all(rule.by_rows for rule in setup.rules)
+    chunk = min(total, max(WIDEN_BYTES, largest)) if (widened or joined) and elementwise else total
+    copies = max((rule.temporaries for rule in setup.rules), default=0)
+    return min(widened, chunk) + min(joined, chunk) + copies * chunk

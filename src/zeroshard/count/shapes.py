@@ -7,7 +7,7 @@ rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -102,7 +102,16 @@ class Buffers:
     disk: int = 0
 
     def __add__(self, other: Buffers) -> Buffers:
-        return Buffers(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Buffers(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.state + other.state,
+            self.gathered + other.gathered,
+            self.buckets + other.buckets,
+            self.staging + other.staging,
+            self.host + other.host,
+            self.disk + other.disk,
+        )
 
     @property
     def device_bytes(self) -> int:

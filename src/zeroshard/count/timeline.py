@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .memory import Setup
-from .shapes import WIDTHS, Bucket, Weight
-from .wires import HELD_BYTES
+from .shapes import WIDTHS, Weight
 
 # On the device, in the order in which a table shows them.
 KINDS = (
@@ -25,7 +24,6 @@ KINDS = (
     "workspace",
     "margin",
 )
-WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
 IN_FLIGHT = 7  # parts of the host update that may be on the device at a time where gradients are not kept
 
 
@@ -102,7 +100,7 @@ def step_moments(
         }
         moments.append(_moment(f"backward of {_label(chain[index])}", kinds))
         saved -= chain[index].saved
-    kinds = lasting | {"gradients": settled + landed_last, "update": _update(setup)}
+    kinds = lasting | {"gradients": settled + landed_last, "update": setup.update}
     return [*moments, _moment("the update", kinds)]
 
 
@@ -138,7 +136,7 @@ class _Arrivals:
         self.setup, self.now, self._due = setup, _unsynced(setup) if unsynced else 0, 0
         self._added = not unsynced
         self._shown = self._flat = self._held = 0
-        self._bucket_of = setup.bucket_of
+        self._arriving, self._holding = setup.arriving, setup.holding
         self._missing = [len(bucket.weights) for bucket in setup.buckets]
         self._waiting = [0] * len(self._missing)
 
@@ -149,8 +147,8 @@ class _Arrivals:
     def add(self, weight: Weight) -> tuple[int, int]:
         """One more; returns what waits and what has landed at the moment when its bucket leaves: on one rank
         a flat copy of it is there beside the gradients that it is made of."""
-        setup, number = self.setup, self._bucket_of[weight.name]
-        bucket, size = setup.buckets[number], weight.numel * WIDTHS[setup.dtypes(weight)[0]]
+        setup, (number, size) = self.setup, self._arriving[weight.name]
+        bucket = setup.buckets[number]
         if not setup.reduces and bucket.part is None:
             self._shown += weight.numel * WIDTHS[bucket.landed]
             self.now -= 0 if self._added else size
@@ -160,9 +158,9 @@ class _Arrivals:
         self._waiting[number] += size
         self._missing[number] -= 1
         while setup.reduces and self._due < len(self._missing) and self._missing[self._due] == 0:
-            leaves, holds = self._waiting[self._due], _holds(setup, setup.buckets[self._due])
+            leaves = self._waiting[self._due]
             self.now -= leaves + self._held
-            self._held = leaves if holds else 0
+            self._held = leaves if self._holding[self._due] else 0
             self.now, self._due = self.now + self._held, self._due + 1
         if not setup.reduces and self._missing[number] == 0:
             flat = bucket.full * WIDTHS[bucket.landed]
@@ -170,18 +168,6 @@ class _Arrivals:
             self.now -= self._waiting[number]
             self._flat = _kept(setup, self._flat, flat)
         return most
-
-
-def _holds(setup: Setup, bucket: Bucket) -> bool:
-    """Whether gradients of a bucket that has left may stay on some rank until the next one does; see
-    `bucket.held`."""
-    if setup.staged or setup.behind or bucket.codec is not None:
-        return False
-    width = WIDTHS[bucket.wire]
-    return any(
-        most * width >= HELD_BYTES and setup.dtypes(weight)[0] == bucket.wire
-        for weight, most in zip(bucket.weights, bucket.pack.most, strict=True)
-    )
 
 
 def _arrivals(
@@ -238,21 +224,3 @@ def _weights_by_segment(setup: Setup, chain: Sequence[Segment]) -> list[list[Wei
                 root = roots[-1] if weight.number > middle else roots[0]
                 result[first.get(unit.name, 0) if unit.name else root].append(weight)
     return result
-
-
-def _update(setup: Setup) -> int:
-    """Temporaries of torch's own step on the device: gradients widened to the master's dtype, split masters
-    joined, and what foreach makes."""
-    total = widened = joined = 0
-    largest = 0
-    for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
-        for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
-            if weight.trainable and weight.rule >= 0:
-                size = slot.held(setup.rank) * WIDTHS[bundle.master]
-                widens = setup.grad_dtypes(weight)[1] != bundle.master
-                total, widened, largest = total + size, widened + size * widens, max(largest, size)
-                joined += size * setup.splits(bundle)
-    elementwise = all(rule.by_rows for rule in setup.rules)
-    chunk = min(total, max(WIDEN_BYTES, largest)) if (widened or joined) and elementwise else total
-    copies = max((rule.temporaries for rule in setup.rules), default=0)
-    return min(widened, chunk) + min(joined, chunk) + copies * chunk

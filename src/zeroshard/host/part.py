@@ -151,6 +151,7 @@ class Part(Guarded):
     weights: Tensor | None = None  # those of the page, while it is in memory
     flat: Tensor | None = None
     squares: Tensor | None = None
+    room: tuple[Tensor, Tensor] | None = None  # for its squares, and for what is added to them
     used: list[bool] = field(default_factory=list)
     taken: list[Stretch] | None = None  # the update under way or done since the last step
     held: Tensor | None = None  # host memory for new weights that must not show yet; see `updates`
@@ -237,15 +238,19 @@ class Part(Guarded):
     @torch.no_grad()
     def square_sum(self, flat: Tensor) -> Tensor:
         """What a gradient adds to the square of the global norm."""
+        assert self.room is not None
+        total, one = self.room
         if all(self.counted):
             if self.gaps:  # buckets share wires from stage 2 on: here may be what another one left
                 torch._foreach_zero_([flat[start:stop] for start, stop in self.gaps])
-            whole: Tensor = torch.linalg.vector_norm(flat[: self.numel], dtype=torch.float32)
-            return whole.square()
-        rows = [flat[at : at + n] for (at, n), counts in zip(self.spans, self.counted, strict=True) if counts]
-        return torch.stack(
-            [torch.linalg.vector_norm(r, dtype=torch.float32).square() for r in rows] or [flat.new_zeros(())]
-        ).sum()
+            torch.linalg.vector_norm(flat[: self.numel], dtype=torch.float32, out=total)
+            return total.square_()
+        total.zero_()
+        for (at, n), counts in zip(self.spans, self.counted, strict=True):
+            if counts:
+                torch.linalg.vector_norm(flat[at : at + n], dtype=torch.float32, out=one)
+                total.addcmul_(one, one)
+        return total
 
     def strips_of(self, used: Sequence[bool]) -> list[Strip]:
         """What the weights of some parameters are copied by."""

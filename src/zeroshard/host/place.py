@@ -420,6 +420,12 @@ class Host:
         cores = usable_cores()
         threads = self.offload.threads or max(1, len(cores) - 2)
         clip = self.options.clip_norm if self.options.clip_norm is not None else math.inf
+        early = [part for part in self.parts if part.landing is None and math.isfinite(clip)]
+        if early:
+            squares = torch.zeros(len(early) + 1, device=self.copies.device)
+            self.ledger.book("buckets", squares.nbytes)
+            for number, part in enumerate(early):
+                part.room = squares[number], squares[-1]
         team = Team.open(threads)
         workers = Workers(threads if team is None else AT_ONCE)
         crew = Crew(arena, self.copies, workers, team, self.paging)

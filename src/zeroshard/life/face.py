@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -40,6 +40,7 @@ class Writes:
 
     def __init__(self) -> None:
         self.count = 0
+        self.settings = 0  # how often `requires_grad` was set, or a hook registered
         self.before: Callable[[bool], None] | None = None  # told whether it is the first since `looked`
         self._begun = False
 
@@ -104,6 +105,33 @@ class Face(DTensor):
             )
         with torch.no_grad():
             self.detach().copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._tell()
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._tell()
+        super().requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        self._tell()
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        self._tell()
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _tell(self) -> None:
+        writes = getattr(self, "writes", None)
+        if writes is not None:
+            writes.settings += 1
 
     def settled(self) -> DTensor:
         """Its values put together, where every rank has a part of each. Every rank calls it."""

@@ -46,6 +46,7 @@ class Gradients:
         self.bucket_of = {p: b for b in buckets for p in b.params}
         self._next = 0
         self._flying: deque[tuple[Bucket, Work]] = deque()
+        self._holder: Bucket | None = None  # was sent last, and may hold gradients; see `bucket.held`
         self._there_and_back = stage == 0 and transport.keeps_order  # see [Note: the way back]
         self._returning: list[Work] = []
         self._aside: dict[int, list[Tensor | None]] = {}
@@ -66,16 +67,21 @@ class Gradients:
     def _send(self, bucket: Bucket) -> None:
         self._keep_aside(bucket)
         self._progress()
-        for other, _ in self._flying:
-            other.let_go()
+        self._let_go()
         while any(b.wire is bucket.wire for b, _ in self._flying):
             self._land_oldest()  # the ring is full: this wire still carries an earlier bucket
         bucket.fill(hold=True)
+        self._holder = bucket
         work = bucket.reduce()
         if self._there_and_back and not bucket.rounds:
             work = self._gather_back(bucket)
         self._flying.append((bucket, work))
         self._next += 1
+
+    def _let_go(self) -> None:
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            holder.let_go()
 
     def _keep_aside(self, bucket: Bucket) -> None:
         """Gradients of earlier backward passes, which the landing is about to overwrite, are added back
@@ -117,6 +123,7 @@ class Gradients:
             self._send(self.buckets[self._next])
         while self._flying:
             self._land_oldest()
+        self._let_go()
         self._go_on()
         if self.stage == 0 and not self._there_and_back:
             self._gather_whole()

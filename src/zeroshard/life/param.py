@@ -27,13 +27,15 @@ import torch
 from torch import Tensor
 
 from zeroshard.codec import Codec, Delta
-from zeroshard.comm import Region, Targets, Transport, Work
+from zeroshard.comm import Fetch, Region, Targets, Transport, Work
 from zeroshard.count.layout import Pack
 from zeroshard.tier import Copies, Mark, Streaming, Stretch, pinned
 from zeroshard.tier.pool import Kind, Ledger, Pool
 
 from .published import ChangedRows, CodedRows
 from .shard import Param, SplitMaster
+
+SMALL_BYTES = 1 << 16
 
 
 class Residence(Enum):
@@ -198,6 +200,18 @@ class Bundle:
         """Whether `refresh` has anything to do: not where homes are views of what peers read."""
         copied = self.master is not None or self.rests.state != "device"
         return copied or self.coded is not None or self._mirrored
+
+    @property
+    def is_small(self) -> bool:
+        """Whether to fetch it alone would cost more than what it brings. For bundles that stay whole."""
+        own = self.resident and self.region is not None
+        return own and self.pack.full * self.dtype.itemsize <= SMALL_BYTES
+
+    def as_fetch(self) -> Fetch:
+        """What a gather of a bundle that stays whole fetches, for one of many."""
+        assert self.region is not None
+        assert self.full is not None
+        return Fetch(self.key, self.region, self._cuts, self._views_of(self.full)[1])
 
     @property
     def exchanges(self) -> bool:

@@ -222,9 +222,9 @@ def _apart(view: Tensor) -> Tensor:
 
 def _rebind(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
     """The same Parameter object over other memory (a meta parameter cannot be rebound: it gets a
-    successor)."""
+    successor). Through `.data`: torch's count of writes is then its own, and not that of the whole buffer."""
     if parameter.is_meta or parameter.dtype != local.dtype or parameter.device != local.device:
-        successor = type(parameter)(local, requires_grad=parameter.requires_grad)
+        successor = type(parameter)(local.data, requires_grad=parameter.requires_grad)
         return successor
     parameter.data = local
     return parameter

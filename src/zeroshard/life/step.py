@@ -219,8 +219,11 @@ class Update:
         return list(result)
 
     def _needs_proxies(self) -> bool:
-        homes = (p for group in self.optimizer.param_groups for p in group["params"])
-        return self.faces.mesh is not None or any(map(self._widens, homes))
+        if self.faces.mesh is not None or self._split:
+            return True
+        homes = [p for group in self.optimizer.param_groups for p in group["params"]]
+        pairs = zip(homes, map(_grad, homes), strict=True)
+        return any(grad is not None and grad.dtype != home.dtype for home, grad in pairs)
 
     def _widens(self, home: Tensor) -> bool:
         """Whether an update makes something in the master's dtype that does not rest in it."""

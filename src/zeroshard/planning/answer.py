@@ -38,6 +38,7 @@ from .unfit import (
 )
 
 if TYPE_CHECKING:
+    from .fakes import Fakes
     from .trace import Inputs, Loss
 
 
@@ -367,6 +368,7 @@ class Traces:
     def __init__(self, question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None) -> None:
         self._question, self._model, self._inputs, self._loss = question, model, inputs, loss
         self._known: dict[Any, tuple[Segment, ...]] = {}
+        self._fakes: list[Fakes] = []  # made with the first trace
 
     def __call__(self, options: Options) -> tuple[Segment, ...]:
         names = self._question.names
@@ -376,23 +378,37 @@ class Traces:
         key = options.precision, chosen
         if key not in self._known:
             asked = replace(self._question, options=options)
-            self._known[key] = traced(asked, self._model, self._inputs, self._loss, chosen)
+            self._known[key] = traced(asked, self._model, self._inputs, self._loss, chosen, self._fakes)
         return self._known[key]
 
 
 def traced(
-    question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None, recomputed: Collection[str]
+    question: Question,
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Loss | None,
+    recomputed: Collection[str],
+    fakes: list[Fakes],
 ) -> tuple[Segment, ...]:
     """The segments of one step of the model in the run's compute dtypes."""
+    from .fakes import Fakes
     from .trace import Tracer
 
     setup = Setup(question.units, question.options, question.world, question.rules)
     compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in question.units for w in unit.weights}
     chosen, names = set(recomputed), [u.name for u in question.units if u.name]
+    if not fakes:
+        fakes.append(Fakes())
     try:
         return tuple(
             Tracer(
-                model, names, chosen.__contains__, compute, question.machine.gpu, question.options.precision
+                model,
+                names,
+                chosen.__contains__,
+                compute,
+                question.machine.gpu,
+                question.options.precision,
+                fakes[0],
             ).run(inputs, loss)
         )
     except PlanError:

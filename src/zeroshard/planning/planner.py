@@ -189,9 +189,17 @@ def _in_between(question: Question, stage: Stage, placing: Placing, recomputes: 
 
 
 def price(question: Question, options: Options, segments: tuple[Segment, ...] | None = None) -> Candidate:
-    """One way to run, in bytes and seconds."""
+    """One way to run, in bytes and seconds. `segments`: others than those of its own trace."""
+    if segments is not None:
+        return _priced(question, options, segments)
+    known = question.prices.get(options)
+    if known is None:
+        known = question.prices[options] = _priced(question, options, question.segments(options))
+    return known
+
+
+def _priced(question: Question, options: Options, segments: tuple[Segment, ...]) -> Candidate:
     setup = question.setup(options)
-    segments = question.segments(options) if segments is None else segments
     peak = fullest(question, setup, segments)
     passes = question.micro_batches
     sent = sent_by_rank(setup, question.ranks_per_node, passes)

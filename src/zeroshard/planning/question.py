@@ -21,7 +21,7 @@ from zeroshard.errors import OptionError
 from zeroshard.machine import Machine
 from zeroshard.offload import Offload, Tier
 
-from .plan import PLACINGS, Placing
+from .plan import PLACINGS, Candidate, Placing
 
 LEVEL = 0.01  # a larger imbalance than this is dealt with
 
@@ -63,6 +63,8 @@ class Question:
     shared: bool = False
     by_node: bool = False  # whether the limit was given as that of a node
     setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
+    # Of this very question: another limit, say, has its own.
+    prices: dict[Options, Candidate] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def parameters(self) -> int:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -36,6 +35,7 @@ from zeroshard.count.timeline import Segment
 from zeroshard.errors import PlanError
 from zeroshard.life.units import standing, unit_of
 
+from .fakes import Fakes
 from .fused import as_on_gpu
 from .likeness import mode, natures, sight
 from .meter import Meter
@@ -113,7 +113,8 @@ class _Stretch:
 
 class Tracer:
     """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
-    dtype of each weight, as `precision` makes it; `gpu`: with the kernels of a GPU."""
+    dtype of each weight, as `precision` makes it; `gpu`: with the kernels of a GPU; `fakes`: of an earlier
+    trace."""
 
     def __init__(
         self,
@@ -123,10 +124,11 @@ class Tracer:
         compute: dict[str, torch.dtype],
         gpu: bool = False,
         precision: Precision | None = None,
+        fakes: Fakes | None = None,
     ) -> None:
         self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
         self._inputs = getattr(torch, precision.compute) if precision is not None else None
-        self._widening = Widening(precision)
+        self._widening, self._fakes = Widening(precision), fakes if fakes is not None else Fakes()
         self._kernels = as_on_gpu if gpu else nullcontext
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
         self._natures = natures(self._modules)
@@ -141,7 +143,7 @@ class Tracer:
 
     def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
         """Forward, loss and backward; the segments in the order of forward."""
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        with _quiet(), self._fakes.mode, torch.random.fork_rng(devices=[]):
             weights = self._weights()
             args, kwargs = self._fake(inputs)
             hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -166,13 +168,9 @@ class Tracer:
     def _weights(self) -> dict[str, Tensor]:
         """Parameters in compute dtype and buffers as they are, once for every place where they stand (see
         [Note: once a place]). They are not counted: the memory model has them."""
-        made: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            fake = torch.empty(parameter.shape, dtype=self.compute.get(name, parameter.dtype), device="cpu")
-            made[name] = fake.requires_grad_(parameter.requires_grad)
-            self._waiting.setdefault(unit_of(name, self.names), {})[name] = fake
-        for name, buffer in self.model.named_buffers():
-            made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        made = self._fakes.of(self.model, self.compute)
+        for name, _ in self.model.named_parameters():
+            self._waiting.setdefault(unit_of(name, self.names), {})[name] = made[name]
         for fake in made.values():
             self._leave_out(fake)
         return {f"model.{name}": made[first] for name, first in standing(self.model).items()}

@@ -24,6 +24,7 @@ from zeroshard.life.step import Update
 from zeroshard.planning.widening import Widening, cast, has_forward
 
 from . import scaling
+from .late import LateHooks
 from .live import LiveUnit
 from .runtime import Runtime
 from .state import show_state, take_state, widen_state
@@ -169,11 +170,12 @@ class Hooks:
         """At the root: cast the inputs, keep buffers in step, and notice a coming backward."""
         runtime, precision = self.runtime, self.runtime.options.precision
         compute = getattr(torch, precision.compute) if precision is not None else None
+        late = LateHooks(runtime.faces, runtime.params, runtime.transport.size)
 
         @_uncompiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if runtime.supply.stale:  # once a step
-                _refuse_gradient_hooks(runtime)
+                late.refuse()
             together = runtime.sync and not runtime.pace.apart
             if runtime.buffers and together and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
@@ -331,19 +333,6 @@ class Hooks:
                 )
         with self._taken_off():
             return copy.deepcopy(module, memo)
-
-
-def _refuse_gradient_hooks(runtime: Runtime) -> None:
-    """Those that were there before `shard()` it has refused itself."""
-    ours = runtime.transport.size > 1 and runtime.faces.mesh is None  # see `_on_leaf`
-    for param in runtime.params:
-        home = param.home
-        if home._post_accumulate_grad_hooks or len(home._backward_hooks or ()) > ours:
-            raise StateError(
-                f"`{param.name}` has a gradient hook, registered after zs.shard(), which would not be "
-                "called: autograd sees other tensors. Remove it, and change gradients in the loop, between "
-                "backward() and step()."
-            )
 
 
 def _refuse_pickle(protocol: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import StateError
 from zeroshard.host.part import Part
+from zeroshard.life.face import Face
 from zeroshard.life.param import Bundle
 from zeroshard.life.shard import Faces, Param
 from zeroshard.life.units import Unit
@@ -37,21 +38,36 @@ class LiveUnit:
         self.expected = self.trainable  # gradients that have yet to arrive in this backward
         self.sharded = any(not b.resident for b in self.bundles)
         self._seats = _seats(self.params)
+        stand = [(seats, at, home) for seats, _, homes in self._seats for at, home in homes.items()]
+        self._stand = [seats for seats, _, _ in stand], [at for _, at, _ in stand], [h for _, _, h in stand]
         self._leaves, self._homes = [p.leaf for p in self.params], [p.home for p in self.params]
-        # Where plain homes and leaves are; and how often leaves were written from which nothing goes home.
+        self._learning = list(map(_requires_grad, self._leaves))
+        told = [home.writes for home in self._homes if isinstance(home, Face)]
+        self._writes = told[0] if len(told) == len(self._homes) > 0 else None  # tells of new settings
+        self._settings = 0
+        # Where plain homes and leaves are; and how often leaves were written of which there are copies: from
+        # those nothing goes home, or peers may have read them before or after.
         self._plain = [home for home in self._homes if Faces.local(home) is home]
         self._home_places = list(map(_place, self._plain))
         self._leaf_places = list(map(_place, self._leaves))
-        self._lost = [p.leaf for b in self.bundles if not b.resident or b.refreshes for p in b.params]
+        copied = [b for b in self.bundles if not b.resident or b.refreshes or b.region is not None]
+        self._lost = [p.leaf for b in copied for p in b.params]
         self._versions = list(map(_version, self._lost))
         self.parts: list[Part] = []  # updates on the host that its weights wait for
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is always whole, and nothing is to be asked for."""
+        return not self.sharded and not self.parts
 
     def follow_homes(self) -> None:
         """`requires_grad` is the user's to change, on the homes of parameters that there are buckets for."""
         self._check_homes()
-        if list(map(_requires_grad, self._leaves)) == list(map(_requires_grad, self._homes)):
+        settings = self._writes.settings if self._writes is not None else -1
+        if settings == self._settings:
             return
-        for param in self.params:
+        learning = list(map(_requires_grad, self._homes))
+        for param in self.params if learning != self._learning else ():
             if param.leaf.requires_grad is not param.home.requires_grad:
                 if id(param) in self._frozen:
                     raise StateError(
@@ -59,22 +75,23 @@ class LiveUnit:
                         "place. Freeze it after shard() instead of before: then it can be thawed."
                     )
                 param.leaf.requires_grad_(param.home.requires_grad)
+        self._learning, self._settings = learning, max(settings, 0)
 
     def _check_homes(self) -> None:
         """A forward is about to put leaves where something else than the homes may stand."""
-        for seats, _, homes in self._seats:
-            if not all(map(is_, map(seats.get, homes), homes.values())):
-                names = {id(p.home): p.name for p in self.params}
-                name = next(names[id(home)] for at, home in homes.items() if seats.get(at) is not home)
-                raise StateError(
-                    f"`{name}` in the model is not what zs.shard() put there, and no forward would use it. "
-                    "It was replaced (by assignment, or load_state_dict(assign=True)), or this forward is "
-                    "inside run.gathered() or torch.func.functional_call(). Write values through "
-                    "run.gathered(write=True) and run the model after the block; run.kept_full() keeps what "
-                    "is gathered for several forwards; call functions on a copy made inside gathered()."
-                )
-
-        if list(map(_place, self._plain)) != self._home_places:
+        seats, names, homes = self._stand
+        found = list(map(dict.get, seats, names))
+        if not all(map(is_, found, homes)):
+            gone = next(home for home, other in zip(homes, found, strict=True) if other is not home)
+            name = next(p.name for p in self.params if p.home is gone)
+            raise StateError(
+                f"`{name}` in the model is not what zs.shard() put there, and no forward would use it. "
+                "It was replaced (by assignment, or load_state_dict(assign=True)), or this forward is "
+                "inside run.gathered() or torch.func.functional_call(). Write values through "
+                "run.gathered(write=True) and run the model after the block; run.kept_full() keeps what "
+                "is gathered for several forwards; call functions on a copy made inside gathered()."
+            )
+        if self._plain and list(map(_place, self._plain)) != self._home_places:
             raise inside_forward(f"a parameter of {self.label}")  # before it, `Written` has seen to that
 
     def stand_leaves(self) -> None:
@@ -89,16 +106,17 @@ class LiveUnit:
 
     def fault(self, output: Any, kept: bool) -> StateError | None:
         """A forward has ended: what it may have done to leaves, or with them."""
-        versions, before = list(map(_version, self._lost)), self._versions
-        self._versions = versions
         if list(map(_place, self._leaves)) != self._leaf_places:
             for bundle in self.bundles:
                 bundle.rejoin()
             return inside_forward(f"a parameter of {self.label}")
-        if versions != before:
-            written = [now != old for now, old in zip(versions, before, strict=True)].index(True)
-            return inside_forward(f"`{self._name_of(self._lost[written])}`")
-        return None if kept else self._returned(output)
+        if self._lost:
+            versions, before = list(map(_version, self._lost)), self._versions
+            self._versions = versions
+            if versions != before:
+                written = [now != old for now, old in zip(versions, before, strict=True)].index(True)
+                return inside_forward(f"`{self._name_of(self._lost[written])}`")
+        return self._returned(output) if self.sharded and not kept else None
 
     def _returned(self, output: Any) -> StateError | None:
         """It is about to be let go: what a forward returns of its memory would turn to NaN."""

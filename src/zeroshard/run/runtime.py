@@ -58,6 +58,7 @@ class Runtime:
         self.options, self.transport, self.faces = options, transport, faces
         self.pool, self.ledger = pool, ledger
         self.units: list[LiveUnit] = []
+        self.params: list[Param] = []
         self.pace: Pace  # owns the gradients, runs the updates
         self.updates: list[Update] = []
         self.host: Host | None = None
@@ -115,7 +116,7 @@ class Runtime:
         self._active -= 1
         fault = None
         if self._task is None:
-            kept = self._kept_for_backward(unit)
+            kept = not unit.sharded or self._kept_for_backward(unit)
             fault = unit.fault(output, kept)
             unit.stand_homes()
             if not kept:
@@ -191,10 +192,6 @@ class Runtime:
     @property
     def gradients(self) -> Gradients | LocalGradients:
         return self.pace.gradients
-
-    @property
-    def params(self) -> list[Param]:
-        return [param for unit in self.units for param in unit.params]
 
     # ------------------------------------------------------------------ backward
 
@@ -440,7 +437,7 @@ class Runtime:
                 self._host_updates.close()
 
     def adopt_units(self, units: list[LiveUnit]) -> None:
-        self.units = units
+        self.units, self.params = units, [param for unit in units for param in unit.params]
         self._unit_of = {id(bundle): unit for unit in units for bundle in unit.bundles}
         self.supply.adopt(self.bundles)
         copied = [param for bundle in self.bundles if bundle.refreshes for param in bundle.params]

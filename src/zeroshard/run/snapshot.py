@@ -33,6 +33,7 @@ from zeroshard.native.moments8 import decode, scale_count
 from zeroshard.planning.plan import Plan, settings_of
 
 from .runtime import Runtime
+from .state import nested
 
 # How an optimizer computes is the new run's choice; what it computes with is the checkpoint's.
 OWN_KEYS = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))
@@ -247,7 +248,7 @@ def snapshot_of(
     """All that this rank wants saved. Every rank calls it; where the moment is wrong, all of them raise."""
     rank = runtime.transport.rank
     seats = list(seats_of(runtime))
-    problem = untimely(runtime)
+    problem = untimely(runtime) or nested(runtime.updates)
     # What training uses is quicker than what saves talk over, and this holds training up.
     if runtime.transport.max([float(problem is not None)], "a save")[0]:
         refuse_untimely("save", peers.exchange(problem, "saving at a wrong moment"))

@@ -8,12 +8,13 @@ factors of a whole tensor) are taken as they are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm import Transport
 from zeroshard.count.layout import Slot
@@ -105,6 +106,21 @@ def _map_state(
                 for key, value in result["state"][index].items()
             }
     return result
+
+
+def nested(updates: Sequence[Update]) -> str | None:
+    """Why state can be neither put together nor saved: tensors in lists and the like have no name."""
+    for update in updates:
+        for param in update.params.values():
+            for key, value in update.optimizer.state.get(param.home, {}).items():
+                if not isinstance(value, Tensor) and any(isinstance(x, Tensor) for x in tree_leaves(value)):
+                    name, kind = type(update.optimizer).__name__, type(value).__name__
+                    return (
+                        f"{name} keeps tensors in a {kind} (`{key}` of `{param.name}`), and only those that "
+                        "are entries of its state themselves can be put together from the ranks, or saved. "
+                        "Give each an entry of its own, or drop them: optimizer.state.clear()"
+                    )
+    return None
 
 
 def give_back(

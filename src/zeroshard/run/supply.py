@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
 
-from zeroshard.comm import Transport
+from zeroshard.comm import Fetch, Transport
 from zeroshard.errors import StateError
 from zeroshard.host.updates import HostUpdates
 from zeroshard.life.param import Bundle
@@ -30,6 +31,8 @@ class Supply:
         self.overlaps = transport.overlaps
         self._refreshed: list[Bundle] = []
         self._handed_on: list[Bundle] = []
+        self._small: list[Bundle] = []  # fetched by one call, when the first of them is wanted
+        self._fetches: list[Fetch] = []
         self._waits = True  # for all of the host's updates before a forward
         self._moves = True  # parameters come from elsewhere before a unit computes
 
@@ -44,6 +47,7 @@ class Supply:
         self._waits = read or not alone
         self._moves = read or any(not b.resident for b in bundles)
         self._handed_on = [b for b in bundles if b.exchanges or (self.overlaps and b.resident)]
+        self._small = [] if self.overlaps else [b for b in bundles if b.is_small]
 
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
@@ -70,7 +74,9 @@ class Supply:
     def bring(self, unit: LiveUnit, updates: HostUpdates | None, backward: bool) -> None:
         """Gather a unit, start on the ones that come next, and wait for it."""
         with span(f"gather {unit.label}"):
-            self._fetch(unit, updates, backward)
+            here = not self.overlaps and all(bundle.epoch == self.epoch for bundle in unit.bundles)
+            if not here or not unit.stays:
+                self._fetch(unit, updates, backward)
 
     def _fetch(self, unit: LiveUnit, updates: HostUpdates | None, backward: bool) -> None:
         if unit.parts and updates is not None and not backward:
@@ -78,6 +84,8 @@ class Supply:
                 if not part.holding:
                     updates.ask(part)
         for bundle in unit.bundles:
+            if bundle.epoch < self.epoch and bundle in self._small:
+                self._fetch_small()
             bundle.gather(self.epoch)
         if self.overlaps:
             for ahead in self.course.upcoming(unit, backward):
@@ -86,6 +94,15 @@ class Supply:
                         bundle.gather(self.epoch)
         for bundle in unit.bundles:
             bundle.finish()
+
+    def _fetch_small(self) -> None:
+        """All of the small ones: with many of them, calls and not bytes take the time."""
+        if not self._fetches:
+            self._fetches = [bundle.as_fetch() for bundle in self._small]
+        with torch.inference_mode(False), torch.no_grad():
+            self._transport.gather_all("publish", self._fetches)
+        for bundle in self._small:
+            bundle.epoch = self.epoch
 
 
 def _refuse_transforms() -> None:

@@ -1,7 +1,8 @@
 """This rank's own rows of a bucket's gradients, added to what the peers sent straight out of the gradients.
 
 Nobody else reads them, so to copy them into the wire would be a pass over memory for nothing. The gradients
-live on until the sum is made, at most until the next bucket is filled: `let_go` then copies after all.
+live on until the next bucket is filled: `let_go` then copies after all, if the sum is not made yet. Not only
+until the sum is made: when that is depends on the peers, and memory would with it.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class HeldRows:
         self._moves = Moves(self._to, self._to, shifts=shifts, past=True)
         self._spans = list(_spans(self._own, pack.pieces[rank]))
         self._grads: list[Tensor] = []
+        self._added = False
 
     def __bool__(self) -> bool:
         """Whether any rows are worth it."""
@@ -82,12 +84,12 @@ class HeldRows:
 
     def fill(self, grads: list[Tensor]) -> None:
         """Copy what goes to the peers, and keep the gradients."""
-        self._grads = grads
+        self._grads, self._added = grads, False
         self._moves.run(self._to, [grads[index] for index in self._of] + self._ones, "source")
 
     def add(self, out: Tensor, pieces: Sequence[Tensor], scale: float) -> None:
         """`scale` times the sum of everybody's piece, in rank order."""
-        grads, self._grads = self._grads, []
+        grads, self._added = self._grads, True
         spans = [
             Span(start, numel)
             if share is None or not grads
@@ -98,9 +100,9 @@ class HeldRows:
 
     @torch.no_grad()
     def let_go(self) -> None:
-        """Copy the own rows into the wire as well, if they have not been added yet."""
+        """Keep the gradients no longer; copy the own rows into the wire, if they have not been added yet."""
         grads, self._grads = self._grads, []
-        for share in self._own if grads else ():
+        for share in self._own if grads and not self._added else ():
             own = grads[share.slot].view(-1)[share.first : share.first + share.numel]
             self._piece[share.at : share.at + share.numel].copy_(own)
 

@@ -1,0 +1,39 @@
+"""Parameters and buffers of a model as fake tensors: shapes without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["Fakes"]
+
+
+class Fakes:
+    """Made once for several traces of a model: of thousands of parameters, they are half of what a trace
+    takes. Whoever traces computes in `mode`."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: dict[tuple[tuple[str, torch.dtype], ...], dict[str, Tensor]] = {}
+
+    def of(self, model: nn.Module, compute: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """By their first names; parameters in the dtypes that are given for them, without gradients."""
+        key = tuple(compute.items())
+        if key not in self._made:
+            self._made[key] = self._make(model, compute)
+        made = self._made[key]
+        for fake in made.values():
+            fake.grad = None
+        return made
+
+    def _make(self, model: nn.Module, compute: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            fake = torch.empty(parameter.shape, dtype=compute.get(name, parameter.dtype), device="cpu")
+            made[name] = fake.requires_grad_(parameter.requires_grad)
+        for name, buffer in model.named_buffers():
+            made[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        return made
