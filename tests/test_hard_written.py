@@ -147,6 +147,48 @@ def test_a_copy_in_sixteen_bits_follows(assigns: bool) -> None:
     assert torch.equal(third, second)
 
 
+# ---------------------------------------------------------------------- beside the host
+
+
+def decayed(stage: int | None, waits: bool) -> list[float]:
+    """Weights that shrink right after the step, by their own norm, when the host may be at them still."""
+    torch.manual_seed(3)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = None
+    if stage is not None:
+        run = zs.shard(model, optimizer, stage=stage, offload=zs.Offload(), clip_norm=1e9)
+    losses = []
+    for step in range(4):
+        loss = squared(model, four(step, 0).float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if run is not None and waits:
+            with run.gathered():
+                pass
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 - 0.1 * p.norm().clamp(max=1.0))
+        losses.append(squared(model, four(step, 0).float()).item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rows_wait_for_the_host(stage: int) -> None:
+    expected = pytest.approx(decayed(None, waits=False), rel=1e-6)
+    assert all(found == expected for found in ranks(2).run(decayed, stage, False))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_plain_parameters_are_written_after_waiting(world: int) -> None:
+    found = ranks(world).run(decayed, 0, True)
+    assert found == [pytest.approx(decayed(None, waits=False), rel=1e-6)] * world
+    with pytest.raises(zs.StateError, match=r"`first\.weight` was written by hand while the host .* neither"):
+        decayed(0, waits=False)
+
+
 # ---------------------------------------------------------------------- what is refused
 
 

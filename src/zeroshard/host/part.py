@@ -159,6 +159,7 @@ class Part(Guarded):
     free: Mark = field(default_factory=Mark)  # from when on `targets` may be written
     ready: Mark = field(default_factory=Mark)
     done: threading.Event = field(default_factory=threading.Event)
+    known: bool = True  # whether the training thread has waited for the last update that was begun
     turn: int = 0  # as which of all parts forward last asked for its weights
 
     def __post_init__(self) -> None:

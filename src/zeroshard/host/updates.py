@@ -83,7 +83,7 @@ class HostUpdates:
         assert part.flat is not None
         stands, held = part.taken if undo else None, hold or (undo and part.holding)
         part.taken = None if scale is None else part.stretches(scale)
-        part.holding = hold
+        part.holding, part.known = hold, False
         landed = self.crew.copies.here()
         job = Job(part, part.flat, part.taken, landed, stands, held, part.let_read())
         part.done = job.done
@@ -215,6 +215,7 @@ class HostUpdates:
         """Let what is launched from here on find this part's weights."""
         self.crew.wait_for(part.done)
         part.ready.wait_on_device()
+        part.known = True
 
     def finish(self, part: Part, done: threading.Event) -> None:
         """Wait in any thread for an update that was the last to be begun when `part.done` was this event."""

@@ -13,7 +13,7 @@ And it tells what torch would keep to itself: that a loop has written a paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -42,6 +42,7 @@ class Writes:
         self.count = 0
         self.settings = 0  # how often `requires_grad` was set, or a hook registered
         self.before: Callable[[bool], None] | None = None  # told whether it is the first since `looked`
+        self.before_reads: Callable[[], None] | None = None
         self._begun = False
 
     def coming(self) -> None:
@@ -50,6 +51,11 @@ class Writes:
             self.before(not self._begun)
         self._begun = True
         self.count += 1
+
+    def read(self) -> None:
+        """Somebody is about to compute with the values."""
+        if self.before_reads is not None:
+            self.before_reads()
 
     def looked(self) -> int:
         self._begun = False
@@ -155,9 +161,11 @@ class Face(DTensor):
         neutral = _neutral(func, *args)
         given = {name: _plain(value, None) for name, value in (kwargs or {}).items()}
         if func._schema.is_mutable:
-            for written in args[0] if type(args[0]) in (list, tuple) else args[:1]:
-                if type(written) is Face and written.writes is not None:
-                    written.writes.coming()
+            for written in _homes(args[:1]):
+                written.coming()
+        if not func.is_view:
+            for read in _homes(args):
+                read.read()
         try:
             made = func(*[_plain(value, neutral) for value in args], **given)
         except RuntimeError as error:
@@ -216,6 +224,14 @@ def _explained(error: RuntimeError) -> RuntimeError:
         "the forward of its own module or unit a parameter is whole: use it there, or let both be in one "
         "unit (units=). Elsewhere read it inside `with run.gathered():`, or after .full_tensor()."
     )
+
+
+def _homes(args: Any) -> Iterator[Writes]:
+    """Of the homes, and views of them, among what a function is called on."""
+    for given in args:
+        for item in given if type(given) in (list, tuple) else (given,):
+            if type(item) is Face and item.writes is not None:
+                yield item.writes
 
 
 def _plain(given: Any, neutral: float | None) -> Any:

@@ -46,7 +46,7 @@ from .norm import clip_scale, global_norm
 from .spans import span
 from .supply import Supply
 from .whole import collect
-from .written import Written, before_writes
+from .written import Written, before_reads, before_writes
 
 
 class Runtime:
@@ -81,6 +81,7 @@ class Runtime:
         self._reached = False  # some backward has given some parameter a gradient
         self._stray = False  # a home got a gradient of its own in this backward
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
+        self._part_of: dict[int, Part] = {}  # id(param) -> what the host updates beside the loop
 
     # ------------------------------------------------------------------ forward
 
@@ -343,8 +344,19 @@ class Runtime:
 
     def notice(self) -> None:
         """Take over what the loop has written into homes by hand; see `written`."""
-        if self.written.seen(self.supply.stale, self._quieten):
+        if self.written.seen(self.supply.stale, self._busy, self._quieten):
             self.changed()
+
+    def await_host(self) -> None:
+        """The loop is about to use homes, which the host may be updating."""
+        if self._host_updates is not None and self._task is None and not self.computing:
+            self._refuse_pending()
+            self._host_updates.drain()
+
+    def _busy(self, param: Param) -> bool:
+        """Whether the host may have been updating a home when it was written."""
+        part = self._part_of.get(id(param))
+        return part is not None and not part.known
 
     def _quieten(self) -> None:
         """Nobody works on homes any more, nor reads them."""
@@ -400,14 +412,17 @@ class Runtime:
         unit_of = {id(p): unit for unit in self.units for p in unit.params}
         for part in parts:
             unit_of[id(part.params[0])].parts.append(part)
+        overlapped = [part for part in parts if part.landing is None]
+        self._part_of = {id(param): part for part in overlapped for param in part.params}
+        self.written.adopt_overlapped([param for part in overlapped for param in part.params])
 
     def settle(self) -> None:
         """Wait until all that was begun is in its place: what the host updates, and changes that travel."""
         self.recover()
+        self.notice()  # before it waits for the host: what was written until now did not
         for bundle in self.bundles:
             bundle.catch_up()
         self._settle_updates()
-        self.notice()
 
     def _settle_updates(self) -> None:
         if self._host_updates is not None:
@@ -443,3 +458,4 @@ class Runtime:
         copied = [param for bundle in self.bundles if bundle.refreshes for param in bundle.params]
         self.written = Written(self.faces, self.params, copied)
         self.faces.writes.before = before_writes(self)
+        self.faces.writes.before_reads = before_reads(self)

@@ -3,6 +3,9 @@
 Homes that are DTensors say it themselves (`face.Writes`), by whatever name they are written. Plain ones have
 torch's count of writes, which misses those through `p.data`. Where a plain home is the leaf's own memory
 nothing has to be told; but `p.data = ...` then takes it away from there.
+
+The host may be updating a home beside the loop. Of DTensors, what reads or writes waits for it. Of plain ones
+nobody can tell before: they are counted, and what was written without waiting is an error at the next look.
 """
 
 from __future__ import annotations
@@ -31,6 +34,14 @@ def inside_forward(what: str) -> StateError:
     )
 
 
+def _beside_the_host(name: str) -> StateError:
+    return StateError(
+        f"`{name}` was written by hand while the host may have been updating it, so it holds neither. With "
+        "offload and clip_norm, write parameters inside `with run.gathered(write=True):`, or after a forward "
+        "or `with run.gathered(): pass`, which wait for the host. Load the last checkpoint to go on."
+    )
+
+
 class Computes(Protocol):
     """What a run has to say before it is written by hand."""
 
@@ -41,24 +52,39 @@ class Computes(Protocol):
     @property
     def computing(self) -> bool: ...
 
+    def await_host(self) -> None: ...
+
 
 class Written:
     """Looks at the homes of a run. `copied`: parameters whose leaves hold a copy of what their homes hold."""
 
     def __init__(self, faces: Faces, params: Sequence[Param], copied: Sequence[Param]) -> None:
         self._writes, self._count = faces.writes, 0
-        plain = faces.mesh is None
-        self._params = list(params) if plain else []
+        self._plain = faces.mesh is None
+        self._params = list(params) if self._plain else []
         self._homes = [param.home for param in self._params]
         self._places = list(map(Tensor.data_ptr, self._homes))
-        self._counted = [param.home for param in copied] if plain else []
+        self._counted = [param.home for param in copied] if self._plain else []
         self._versions: list[int] = []
+        self._overlapped: list[Param] = []
+        self._of_overlapped: list[int] = []
 
-    def seen(self, stale: bool, quieten: Callable[[], None]) -> bool:
+    def adopt_overlapped(self, params: Sequence[Param]) -> None:
+        """Those that the host updates beside the loop, and no optimizer writes."""
+        self._overlapped = list(params) if self._plain else []
+        self._of_overlapped = [param.home._version for param in self._overlapped]
+
+    def seen(self, stale: bool, busy: Callable[[Param], bool], quieten: Callable[[], None]) -> bool:
         """Whether homes were written since the last look; those that were given other memory are back in
-        their own, after `quieten`. Of plain homes only where they are not `stale` already: the optimizer's
-        writes count there too."""
+        their own, after `quieten`. Of plain homes that an optimizer writes only where they are not `stale`
+        already: its writes count there too. `busy`: whether nobody has waited for the host's update of it."""
         moved = self._moved()
+        overlapped = [param.home._version for param in self._overlapped]
+        both = zip(self._overlapped, map(ne, overlapped, self._of_overlapped), strict=True)
+        told = [param for param, differs in both if differs]
+        for param in (*told, *moved):
+            if busy(param):
+                raise _beside_the_host(param.name)
         if moved:
             quieten()
             for param in moved:
@@ -66,8 +92,8 @@ class Written:
         versions = list(map(_version, self._counted))
         count = self._writes.looked()
         written = count != self._count or (not stale and versions != self._versions)
-        self._count, self._versions = count, versions
-        return written or bool(moved)
+        self._count, self._versions, self._of_overlapped = count, versions, overlapped
+        return written or bool(moved) or bool(told)
 
     def _moved(self) -> list[Param]:
         now = list(map(Tensor.data_ptr, self._homes))
@@ -90,6 +116,18 @@ def _take_back(param: Param) -> None:
     param.home.data = own
 
 
+def before_reads(run: Computes) -> Callable[[], None]:
+    """What is done before the loop computes with rows. Weak, since homes hold it."""
+    its = ref(run)
+
+    def before() -> None:
+        live = its()
+        if live is not None and not live.closed:
+            live.await_host()
+
+    return before
+
+
 def before_writes(run: Computes) -> Callable[[bool], None]:
     """What is done before the loop writes rows. Every rank writes; the first time since peers were told, all
     of them have read. Weak, since homes hold it."""
@@ -101,6 +139,7 @@ def before_writes(run: Computes) -> Callable[[bool], None]:
             return
         if live.computing:
             raise inside_forward("a parameter")
+        live.await_host()
         if first and not live.pace.apart:
             live.transport.fence()
 
