@@ -49,7 +49,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("guard", "face", "units"),
         ("private", "shard"),
         ("bucket", "published"),
-        ("moments",),
+        ("moments", "together"),
         ("param", "grad", "step"),
         ("saved",),
     ),

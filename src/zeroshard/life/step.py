@@ -26,6 +26,7 @@ from zeroshard.errors import ModelError
 
 from .moments import HeldMoments
 from .shard import Faces, Param, SplitMaster
+from .together import Together
 
 log = logging.getLogger("zeroshard")
 
@@ -92,6 +93,7 @@ class Update:
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Param], faces: Faces) -> None:
         self.optimizer, self.faces = optimizer, faces
+        self._together = Together(optimizer)
         self.held: HeldMoments | None = None  # where a codec freezes second moments
         self.params: dict[int, Param] = {}
         self._proxies: dict[int, nn.Parameter] = {}
@@ -158,16 +160,15 @@ class Update:
         """One update of the local rows by `step`, which is the optimizer's own."""
         if self.held is not None:
             self.held.hold()
-        if not self._needs_proxies():
-            step()
-            return
         groups = self.optimizer.param_groups
+        if not self._needs_proxies():
+            with self._as_they_are():
+                self._step_known([group["params"] for group in groups], step)
+            return
         known = [self._known_proxies(number, group["params"]) for number, group in enumerate(groups)]
         if all(proxies is not None for proxies in known):
-            with self._as_proxies() as groups:
-                for group, proxies in zip(groups, known, strict=True):
-                    group["params"] = proxies
-                step()
+            with self._as_proxies():
+                self._step_known([proxies for proxies in known if proxies is not None], step)
             return
         lists = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         chunks = self._chunks(lists)
@@ -186,6 +187,14 @@ class Update:
                 finally:
                     for homes in chunk:
                         self._forget(homes)
+
+    def _step_known(self, params: Sequence[list[Tensor]], step: Callable[[], Any]) -> None:
+        """Of parameters that are what the optimizer shall work on. What was done together is not there any
+        more for its own step, which counts and is seen."""
+        done = self._together.run(params, self.optimizer.state)
+        for group, own in zip(self.optimizer.param_groups, params, strict=True):
+            group["params"] = [] if done else own
+        step()
 
     def _step(self, step: Callable[[], Any]) -> None:
         """With masters joined for it: split them again before the user's hooks, which may look at homes."""
@@ -296,6 +305,16 @@ class Update:
                 chunks[-1][index].append(p)
                 room -= size
         return chunks
+
+    @contextmanager
+    def _as_they_are(self) -> Iterator[None]:
+        """Put the parameters back that a step was not shown."""
+        seen = [group["params"] for group in self.optimizer.param_groups]
+        try:
+            yield
+        finally:
+            for group, params in zip(self.optimizer.param_groups, seen, strict=True):
+                group["params"] = params
 
     @contextmanager
     def _as_proxies(self) -> Iterator[list[dict[str, Any]]]:

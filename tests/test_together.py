@@ -1,0 +1,146 @@
+"""Torch's fused Adam over many tensors at once: used where it can be, and equal to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zeroshard as zs
+from zeroshard.life.together import Together
+from zeroshard.testing import ranks
+
+SIZES = (1, 3, 8, 17)  # with tails, which the kernel treats otherwise than the rest
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size) for size in SIZES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [layer(x[:, : layer.in_features]).square().sum() for layer in self.layers]
+        return torch.stack(parts).sum()
+
+
+Change = Callable[[nn.Module, Optimizer, int], None]
+
+
+def nothing(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    pass
+
+
+def schedule(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.9
+    optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+
+
+def begin_anew(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Moments and counts of some, replaced by hand."""
+    if step == 4:
+        for param in list(optimizer.state)[::2]:
+            state = optimizer.state[param]
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+            state["step"] = torch.tensor(1.0)
+
+
+def reload(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 4:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def without_some(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step in (3, 4, 6):
+        model.get_parameter("layers.2.weight").grad = None
+
+
+def other_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step % 3 == 0:
+        for param in model.parameters():
+            param.grad = param.grad * 0.5
+
+
+def hooked(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """A hook that looks at what the optimizer works on."""
+
+    def shrink(seen: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in seen.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+
+    if step == 4:
+        optimizer.register_step_pre_hook(shrink)
+
+
+CHANGES = (nothing, schedule, begin_anew, reload, without_some, other_gradients, hooked)
+
+
+def trained(change: Change, kind: type[Optimizer], stage: int | None, **options: Any) -> list[Tensor]:
+    torch.manual_seed(11)
+    model = Many()
+    params = list(model.parameters())
+    groups = [{"params": params[:5], "weight_decay": 0.1}, {"params": params[5:], "lr": 3e-3}]
+    optimizer = kind(groups, lr=1e-2, fused=True, **options)
+    run = zs.shard(model, optimizer, stage=stage) if stage is not None else None
+    for step in range(9):
+        x = torch.randn(4, max(SIZES), generator=torch.Generator().manual_seed(step))
+        model(x).backward()
+        change(model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    if run is not None:
+        run.close()
+    states = [optimizer.state[param] for param in model.parameters()]
+    return [p.detach() for p in model.parameters()] + [s[key] for s in states for key in sorted(s)]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("change", CHANGES)
+def test_bit_equal_to_torch(change: Change, kind: type[Optimizer]) -> None:
+    for found, expected in zip(trained(change, kind, 0), trained(change, kind, None), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_amsgrad_and_maximize_are_torchs() -> None:
+    for options in ({"amsgrad": True}, {"maximize": True}):
+        pairs = zip(
+            trained(nothing, torch.optim.AdamW, 0, **options),
+            trained(nothing, torch.optim.AdamW, None, **options),
+            strict=True,
+        )
+        assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change", CHANGES)
+def test_close_to_torch_in_rows(change: Change) -> None:
+    """Rows have other tails than whole tensors: within an ulp a step."""
+    expected = trained(change, torch.optim.AdamW, None)
+    for stage in (1, 3):
+        for rank in ranks(2).run(trained, change, torch.optim.AdamW, stage):
+            for found, value in zip(rank, expected, strict=True):
+                torch.testing.assert_close(found, value, rtol=2e-6, atol=1e-7)
+
+
+def test_used_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[bool] = []
+    run = Together.run
+
+    def noted(self: Together, *args: Any) -> bool:
+        done.append(run(self, *args))
+        return done[-1]
+
+    monkeypatch.setattr(Together, "run", noted)
+    trained(nothing, torch.optim.AdamW, 0)
+    assert done == [False] + [True] * 8
+    done.clear()
+    trained(hooked, torch.optim.AdamW, 0)
+    assert done == [False] + [True] * 3 + [False] * 5
+    done.clear()
+    trained(nothing, torch.optim.AdamW, 0, amsgrad=True)
+    assert not any(done)
