@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 import zeroshard as zs
 from zeroshard.life.together import Together
 from zeroshard.testing import ranks
+
+pytestmark = pytest.mark.ranks
 
 SIZES = (1, 3, 8, 17)  # with tails, which the kernel treats otherwise than the rest
 
@@ -77,6 +80,11 @@ def hooked(model: nn.Module, optimizer: Optimizer, step: int) -> None:
         optimizer.register_step_pre_hook(shrink)
 
 
+def renewed(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for param in model.parameters():
+        param.grad = param.grad * 0.5
+
+
 CHANGES = (nothing, schedule, begin_anew, reload, without_some, other_gradients, hooked)
 
 
@@ -99,24 +107,28 @@ def trained(change: Change, kind: type[Optimizer], stage: int | None, **options:
     return [p.detach() for p in model.parameters()] + [s[key] for s in states for key in sorted(s)]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def on_rank(change: Change, stage: int, kinds: list[type[Optimizer]], **options: Any) -> list[list[Tensor]]:
+    return [trained(change, kind, stage, **options) for kind in kinds]
+
+
+KINDS = [torch.optim.Adam, torch.optim.AdamW]
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_bit_equal_to_torch(change: Change, kind: type[Optimizer]) -> None:
-    for found, expected in zip(trained(change, kind, 0), trained(change, kind, None), strict=True):
-        assert torch.equal(found, expected)
+def test_bit_equal_to_torch(change: Change) -> None:
+    """Of whole tensors. Both ranks have the same gradients, so that their mean is exact."""
+    for found in ranks(2).run(on_rank, change, 0, KINDS):
+        for kind, values in zip(KINDS, found, strict=True):
+            assert all(map(torch.equal, values, trained(change, kind, None)))
 
 
-def test_amsgrad_and_maximize_are_torchs() -> None:
-    for options in ({"amsgrad": True}, {"maximize": True}):
-        pairs = zip(
-            trained(nothing, torch.optim.AdamW, 0, **options),
-            trained(nothing, torch.optim.AdamW, None, **options),
-            strict=True,
-        )
-        assert all(torch.equal(found, expected) for found, expected in pairs)
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}])
+def test_other_options_are_torchs(options: dict[str, Any]) -> None:
+    found = ranks(2).run(partial(on_rank, **options), nothing, 0, KINDS)[0]
+    for kind, values in zip(KINDS, found, strict=True):
+        assert all(map(torch.equal, values, trained(nothing, kind, None, **options)))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("change", CHANGES)
 def test_close_to_torch_in_rows(change: Change) -> None:
     """Rows have other tails than whole tensors: within an ulp a step."""
@@ -127,7 +139,7 @@ def test_close_to_torch_in_rows(change: Change) -> None:
                 torch.testing.assert_close(found, value, rtol=2e-6, atol=1e-7)
 
 
-def test_used_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def times_used(change: Change, stage: int, **options: Any) -> list[bool]:
     done: list[bool] = []
     run = Together.run
 
@@ -135,12 +147,21 @@ def test_used_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
         done.append(run(self, *args))
         return done[-1]
 
-    monkeypatch.setattr(Together, "run", noted)
-    trained(nothing, torch.optim.AdamW, 0)
-    assert done == [False] + [True] * 8
-    done.clear()
-    trained(hooked, torch.optim.AdamW, 0)
-    assert done == [False] + [True] * 3 + [False] * 5
-    done.clear()
-    trained(nothing, torch.optim.AdamW, 0, amsgrad=True)
-    assert not any(done)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Together, "run", noted)
+        trained(change, torch.optim.AdamW, stage, **options)
+    return done
+
+
+@pytest.mark.parametrize(("stage", "steps"), [(0, 9), (2, 8)])
+def test_used_from_the_second_look_on(stage: int, steps: int) -> None:
+    """Of rows there is nothing to look at in the first step: proxies are not known yet."""
+    late = 9 - steps
+    assert ranks(2).run(times_used, nothing, stage)[0] == [False] + [True] * (steps - 1)
+    assert ranks(2).run(times_used, hooked, stage)[0] == [False] + [True] * (3 - late) + [False] * 5
+    assert not any(ranks(2).run(partial(times_used, amsgrad=True), nothing, stage)[0])
+
+
+def test_holds_no_gradients_that_are_new_at_every_step() -> None:
+    assert times_used(nothing, 0) == [False] * 9  # of one rank
+    assert not any(ranks(2).run(times_used, renewed, 0)[0])

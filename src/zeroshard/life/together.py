@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,12 +50,13 @@ def _each(name: str, states: Sequence[dict[str, Any]]) -> Iterable[Any]:
 
 
 class Together:
-    """Of one optimizer. Used from the second step with the same tensors on: some loops change them often."""
+    """Of one optimizer. Used from the second step on with the same tensors: landings are made once, but one
+    rank has new gradients at every step, and some loops make their own."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._lists: dict[int, _Lists] = {}
-        self._before: dict[int, list[Tensor]] = {}
+        self._before: dict[int, _Before] = {}
 
     def run(self, params: Sequence[Sequence[Tensor]], state: dict[Any, Any]) -> bool:
         """One update of each group's parameters, whose state is in `state`; or False, and nothing was
@@ -104,19 +106,31 @@ class Together:
         return any(hooks) or any(getattr(own, name, None) is not None for name in ("grad_scale", "found_inf"))
 
     def _find(self, number: int, params: Sequence[Tensor], state: dict[Any, Any]) -> _Lists | None:
-        grads = list(map(_grad, params))
-        lists = self._lists.get(number)
-        if lists is not None:
-            if lists.stand(params, grads):
-                return lists
-            del self._lists[number]
-        before, self._before[number] = self._before.get(number), list(params)
-        if before is None or len(before) != len(params) or not all(map(is_, before, params)):
+        if not params or params[0].device.type != "cpu":
             return None
-        lists = _lists_of(params, grads, [state.get(param) for param in params])
+        grads = list(map(_grad, params))
+        lists = self._lists.pop(number, None)
+        if lists is None or not lists.stand(params, grads):
+            again = number in self._before and self._before[number].same(params, grads)
+            self._before[number] = _Before(params, grads)
+            lists = _lists_of(params, grads, [state.get(param) for param in params]) if again else None
         if lists is not None:
             self._lists[number] = lists
         return lists
+
+
+class _Before:
+    """What a step worked on. It holds no gradient: those that a loop makes anew are gone by the next step."""
+
+    def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        self._params = list(params)
+        self._grads = [None if grad is None else ref(grad) for grad in grads]
+
+    def same(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        if len(params) != len(self._params) or None in self._grads:
+            return False
+        held = [grad() for grad in self._grads if grad is not None]
+        return all(map(is_, params, self._params)) and all(map(is_, grads, held)) and None not in held
 
 
 def _plain(group: dict[str, Any]) -> bool:
@@ -130,7 +144,7 @@ def _lists_of(
     params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[dict[str, Any] | None]
 ) -> _Lists | None:
     """None where the kernel does not take them all at once, as they are."""
-    if not params or any(kernel is None for kernel in _KERNELS.values()):
+    if any(kernel is None for kernel in _KERNELS.values()):
         return None
     given = [grad for grad in grads if grad is not None]
     known = [state for state in states if state is not None and all(name in state for name in _STATE)]

@@ -46,7 +46,7 @@ from .norm import clip_scale, global_norm
 from .spans import span
 from .supply import Supply
 from .whole import collect
-from .written import Written, before_reads, before_writes
+from .written import Written, attach
 
 
 class Runtime:
@@ -81,7 +81,6 @@ class Runtime:
         self._reached = False  # some backward has given some parameter a gradient
         self._stray = False  # a home got a gradient of its own in this backward
         self._recent: list[LiveUnit] = []  # gathered in this backward, oldest first
-        self._part_of: dict[int, Part] = {}  # id(param) -> what the host updates beside the loop
 
     # ------------------------------------------------------------------ forward
 
@@ -144,9 +143,8 @@ class Runtime:
     def _kept_for_backward(self, unit: LiveUnit) -> bool:
         """The root and the last units are the first that backward needs; dropping them would fetch them
         twice in a row. There is room for as many as are gathered ahead."""
-        if self._keep_full:
-            return True
-        return torch.is_grad_enabled() and (unit is self.units[0] or unit in self.supply.course.last)
+        wanted = torch.is_grad_enabled() and (unit is self.units[0] or unit in self.supply.course.last)
+        return wanted or self._keep_full
 
     @property
     def computing(self) -> bool:
@@ -344,19 +342,13 @@ class Runtime:
 
     def notice(self) -> None:
         """Take over what the loop has written into homes by hand; see `written`."""
-        if self.written.seen(self.supply.stale, self._busy, self._quieten):
+        if self.written.seen(self.supply.stale, self._quieten):
             self.changed()
 
     def await_host(self) -> None:
         """The loop is about to use homes, which the host may be updating."""
-        if self._host_updates is not None and self._task is None and not self.computing:
-            self._refuse_pending()
-            self._host_updates.drain()
-
-    def _busy(self, param: Param) -> bool:
-        """Whether the host may have been updating a home when it was written."""
-        part = self._part_of.get(id(param))
-        return part is not None and not part.known
+        if self._task is None and not self.computing:
+            self._settle_updates()
 
     def _quieten(self) -> None:
         """Nobody works on homes any more, nor reads them."""
@@ -412,14 +404,12 @@ class Runtime:
         unit_of = {id(p): unit for unit in self.units for p in unit.params}
         for part in parts:
             unit_of[id(part.params[0])].parts.append(part)
-        overlapped = [part for part in parts if part.landing is None]
-        self._part_of = {id(param): part for part in overlapped for param in part.params}
-        self.written.adopt_overlapped([param for part in overlapped for param in part.params])
+        self.written.adopt_parts(parts)
 
     def settle(self) -> None:
         """Wait until all that was begun is in its place: what the host updates, and changes that travel."""
         self.recover()
-        self.notice()  # before it waits for the host: what was written until now did not
+        self.notice()  # before it waits for the host, as what was written did not
         for bundle in self.bundles:
             bundle.catch_up()
         self._settle_updates()
@@ -457,5 +447,4 @@ class Runtime:
         self.supply.adopt(self.bundles)
         copied = [param for bundle in self.bundles if bundle.refreshes for param in bundle.params]
         self.written = Written(self.faces, self.params, copied)
-        self.faces.writes.before = before_writes(self)
-        self.faces.writes.before_reads = before_reads(self)
+        attach(self.faces.writes, self)

@@ -11,6 +11,7 @@ nobody can tell before: they are counted, and what was written without waiting i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, ne
 from typing import Protocol
 from weakref import ref
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from zeroshard.comm import Transport
 from zeroshard.errors import StateError
+from zeroshard.host.part import Part
+from zeroshard.life.face import Writes
 from zeroshard.life.shard import Faces, Param
 from zeroshard.sync import Pace
 
@@ -66,24 +69,29 @@ class Written:
         self._places = list(map(Tensor.data_ptr, self._homes))
         self._counted = [param.home for param in copied] if self._plain else []
         self._versions: list[int] = []
+        # Those that the host updates beside the loop, where no optimizer writes them.
         self._overlapped: list[Param] = []
         self._of_overlapped: list[int] = []
+        self._part_of: dict[int, Part] = {}  # by id(param)
 
-    def adopt_overlapped(self, params: Sequence[Param]) -> None:
-        """Those that the host updates beside the loop, and no optimizer writes."""
-        self._overlapped = list(params) if self._plain else []
+    def adopt_parts(self, parts: Sequence[Part]) -> None:
+        """What the host updates."""
+        overlapped = [part for part in parts if part.landing is None and self._plain]
+        self._part_of = {id(param): part for part in overlapped for param in part.params}
+        self._overlapped = [param for part in overlapped for param in part.params]
         self._of_overlapped = [param.home._version for param in self._overlapped]
 
-    def seen(self, stale: bool, busy: Callable[[Param], bool], quieten: Callable[[], None]) -> bool:
+    def seen(self, stale: bool, quieten: Callable[[], None]) -> bool:
         """Whether homes were written since the last look; those that were given other memory are back in
         their own, after `quieten`. Of plain homes that an optimizer writes only where they are not `stale`
-        already: its writes count there too. `busy`: whether nobody has waited for the host's update of it."""
+        already: its writes count there too."""
         moved = self._moved()
         overlapped = [param.home._version for param in self._overlapped]
         both = zip(self._overlapped, map(ne, overlapped, self._of_overlapped), strict=True)
         told = [param for param, differs in both if differs]
         for param in (*told, *moved):
-            if busy(param):
+            part = self._part_of.get(id(param))
+            if part is not None and not part.known:
                 raise _beside_the_host(param.name)
         if moved:
             quieten()
@@ -116,31 +124,25 @@ def _take_back(param: Param) -> None:
     param.home.data = own
 
 
-def before_reads(run: Computes) -> Callable[[], None]:
-    """What is done before the loop computes with rows. Weak, since homes hold it."""
-    its = ref(run)
-
-    def before() -> None:
-        live = its()
-        if live is not None and not live.closed:
-            live.await_host()
-
-    return before
+def attach(writes: Writes, run: Computes) -> None:
+    """Homes ask the run before they are used. Weak, since they hold this."""
+    writes.before, writes.before_reads = partial(_before_write, ref(run)), partial(_before_read, ref(run))
 
 
-def before_writes(run: Computes) -> Callable[[bool], None]:
-    """What is done before the loop writes rows. Every rank writes; the first time since peers were told, all
-    of them have read. Weak, since homes hold it."""
-    its = ref(run)
-
-    def before(first: bool) -> None:
-        live = its()
-        if live is None or live.closed:
-            return
-        if live.computing:
-            raise inside_forward("a parameter")
+def _before_read(its: ref[Computes]) -> None:
+    """The loop computes with rows."""
+    live = its()
+    if live is not None and not live.closed:
         live.await_host()
-        if first and not live.pace.apart:
-            live.transport.fence()
 
-    return before
+
+def _before_write(its: ref[Computes], first: bool) -> None:
+    """Every rank writes rows; the first time since peers were told, all of them have read."""
+    live = its()
+    if live is None or live.closed:
+        return
+    if live.computing:
+        raise inside_forward("a parameter")
+    live.await_host()
+    if first and not live.pace.apart:
+        live.transport.fence()
