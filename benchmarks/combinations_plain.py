@@ -154,12 +154,14 @@ class Plain:
                     wide = torch.promote_types(parameter.dtype, torch.float32)
                     sums[name] = parameter.grad.to(wide) + sums.get(name, 0)
         self.found.losses.append(sum(losses) / len(losses))
+        # A GradScaler unscales what optimizers hold; the late group's gradients count scaled until they do.
+        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
             if name in sums:
                 mean = sums[name] / case.world
                 if self.landed is not None and not self.kept(name):
                     mean = mean.to(self.landed).float()
-                parameter.grad = mean / self.scale
+                parameter.grad = mean / self.scale if id(parameter) in held else mean
             elif case.zero == "to zeros" and name in self.graded:
                 parameter.grad = torch.zeros_like(parameter)
         self.graded |= sums.keys()
