@@ -16,6 +16,7 @@ from .pinned import pinned
 from .ring import Stage
 
 LINE = 64
+KNOWN = 256  # stages that are kept for the next time: sizes and places repeat from step to step
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Arena:
         self.nbytes = nbytes
         self._memory = pinned(nbytes, device)
         self._free = [_Span(0, nbytes)]
+        self._stages: dict[tuple[int, int], Stage] = {}
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
 
@@ -56,7 +58,15 @@ class Arena:
             self._free = [s for s in self._free if s.start < s.stop]
         for mark in marks:
             mark.wait_on_host()
-        return Stage(self._memory[start : start + size])
+        return self._stage(start, size)
+
+    def _stage(self, start: int, size: int) -> Stage:
+        found = self._stages.get((start, size))
+        if found is None:
+            if len(self._stages) >= KNOWN:
+                self._stages.clear()
+            found = self._stages[start, size] = Stage(self._memory[start : start + size])
+        return found
 
     def give(self, stage: Stage, after: Mark) -> None:
         """Give a stage back; it is used again when the copy that `after` marks is done."""

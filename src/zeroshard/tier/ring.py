@@ -14,18 +14,26 @@ from .pinned import pinned
 
 
 class Stage:
-    """One place in the ring: `memory` is flat bytes."""
+    """One place in the ring: `memory` is flat bytes.
+
+    Views are made once. Torch gives the interpreter away to make one, and where the training thread wants it,
+    too, each costs that thread more than the view itself.
+    """
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        self._views: dict[tuple[torch.dtype, int, int], Tensor] = {}
 
     @property
     def bytes(self) -> memoryview:
         return memoryview(self.memory.numpy().data)
 
     def view(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
-        size = numel * dtype.itemsize
-        return self.memory[offset : offset + size].view(dtype)
+        found = self._views.get((dtype, numel, offset))
+        if found is None:
+            size = numel * dtype.itemsize
+            found = self._views[dtype, numel, offset] = self.memory[offset : offset + size].view(dtype)
+        return found
 
 
 class Ring:
