@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +189,87 @@ def test_plain_parameters_are_written_after_waiting(world: int) -> None:
     assert found == [pytest.approx(decayed(None, waits=False), rel=1e-6)] * world
     with pytest.raises(zs.StateError, match=r"`first\.weight` was written by hand while the host .* neither"):
         decayed(0, waits=False)
+
+
+def way_back(folder: str) -> None:
+    """What was written beside the host is told once; then a checkpoint is loaded, or the run closed."""
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = zs.shard(model, optimizer, offload=zs.Offload(), clip_norm=1e9)
+    x = four(0, 0).float()
+    squared(model, x).backward()
+    optimizer.step()
+    run.save(folder)
+    expected = squared(model, x).item()
+    squared(model, x).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.last.bias.zero_()
+    with pytest.raises(zs.StateError, match="Load the last checkpoint to go on"):
+        model(x)
+    run.load(folder)
+    assert squared(model, x).item() == expected
+    run.close()
+
+
+def test_there_is_a_way_back(tmp_path: Path) -> None:
+    way_back(str(tmp_path / "kept"))
+
+
+def pruned(stage: int | None, **options: Any) -> list[float]:
+    """Zeros where there were weights, and one forward and two steps after that. In bf16: zeros have no
+    remainder, and so have the ones that are added."""
+    torch.manual_seed(3)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if stage is not None:
+        zs.shard(model, optimizer, stage=stage, precision="bf16", clip_norm=1e9, **options)
+    losses = []
+    for step in range(5):
+        loss = squared(model, four(step, 0).float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 2:
+            model(four(step, 0).float())  # it waits for the host
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(p > 0) if p.dim() == 1 else p.zero_()
+                    p.add_(1.0)
+    return losses
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 3)])
+def test_masters_follow_what_is_written_beside_them(world: int, stage: int, tmp_path: Path) -> None:
+    """Halves of a split master, and masters on the disk, are not what the home shows."""
+    expected = ranks(world).run(partial(pruned, offload=None), stage)[0]
+    ways = {
+        "device": zs.Offload(optimizer="device", master="split"),
+        "host": zs.Offload(master="split"),
+        "disk": zs.Offload(optimizer="disk", path=str(tmp_path)),
+    }
+    for name, offload in ways.items():
+        found = ranks(world).run(partial(pruned, offload=offload), stage)[0]
+        assert found == pytest.approx(expected, rel=0.02), name
+
+
+def written_on_disk(folder: str) -> None:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    offload = zs.Offload(optimizer="disk", parameters="disk", path=folder)
+    run = zs.shard(model, optimizer, stage=3, offload=offload, clip_norm=1e9)
+    before = squared(model, four(0, 0).float()).item()
+    with torch.no_grad():
+        model.last.weight.zero_()
+    with pytest.raises(zs.StateError, match=r"`last.weight` was written by hand, .* rest on the disk"):
+        model(four(0, 0).float())
+    assert squared(model, four(0, 0).float()).item() == before
+    run.close()
+
+
+def test_what_rests_on_the_disk_is_not_written_by_hand(tmp_path: Path) -> None:
+    written_on_disk(str(tmp_path))
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -262,3 +262,39 @@ def test_an_interpreter_that_never_closes_ends(last: str) -> None:
     told = [line for line in done.stderr.splitlines() if line.strip()]
     want = (0, []) if last == "pass" else (1, ["KeyError: 'mine'"])
     assert (done.returncode, told[-1:]) == want, done.stderr
+
+
+# ---------------------------------------------------------------------- state that is changed by hand
+
+
+def cleared(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def begun_anew(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def counted_anew(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"].fill_(1.0)
+
+
+@pytest.mark.parametrize("change", [cleared, begun_anew, counted_anew])
+def test_state_that_the_host_would_not_look_at(change: Callable[[torch.optim.Optimizer], None]) -> None:
+    model, optimizer, run = offloaded()
+    for step in range(2):
+        model(batch(step, 0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = optimizer.state_dict()
+    change(optimizer)
+    model(batch(2, 0)).sum().backward()
+    with pytest.raises(StateError, match=r"state of `.*` was replaced, or its step set, by hand"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(kept)
+    model(batch(2, 0)).sum().backward()
+    optimizer.step()
+    run.close()

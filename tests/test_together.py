@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,6 +57,19 @@ def reload(model: nn.Module, optimizer: Optimizer, step: int) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+def roll_back(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Other dicts, by all the ways there are to them."""
+    if step == 3:
+        optimizer.kept = copy.deepcopy(optimizer.state_dict())  # type: ignore[attr-defined]
+    elif step == 5:
+        optimizer.load_state_dict(optimizer.kept)  # type: ignore[attr-defined]
+    elif step == 7:
+        optimizer.state.clear()
+    elif step == 8:
+        for param in list(optimizer.state)[::2]:
+            optimizer.state[param] = {}
+
+
 def without_some(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     if step in (3, 4, 6):
         model.get_parameter("layers.2.weight").grad = None
@@ -85,7 +99,7 @@ def renewed(model: nn.Module, optimizer: Optimizer, step: int) -> None:
         param.grad = param.grad * 0.5
 
 
-CHANGES = (nothing, schedule, begin_anew, reload, without_some, other_gradients, hooked)
+CHANGES = (nothing, schedule, begin_anew, reload, roll_back, without_some, other_gradients, hooked)
 
 
 def trained(change: Change, kind: type[Optimizer], stage: int | None, **options: Any) -> list[Tensor]:
@@ -95,7 +109,7 @@ def trained(change: Change, kind: type[Optimizer], stage: int | None, **options:
     groups = [{"params": params[:5], "weight_decay": 0.1}, {"params": params[5:], "lr": 3e-3}]
     optimizer = kind(groups, lr=1e-2, fused=True, **options)
     run = zs.shard(model, optimizer, stage=stage) if stage is not None else None
-    for step in range(9):
+    for step in range(10):
         x = torch.randn(4, max(SIZES), generator=torch.Generator().manual_seed(step))
         model(x).backward()
         change(model, optimizer, step)
@@ -153,15 +167,15 @@ def times_used(change: Change, stage: int, **options: Any) -> list[bool]:
     return done
 
 
-@pytest.mark.parametrize(("stage", "steps"), [(0, 9), (2, 8)])
+@pytest.mark.parametrize(("stage", "steps"), [(0, 10), (2, 9)])
 def test_used_from_the_second_look_on(stage: int, steps: int) -> None:
     """Of rows there is nothing to look at in the first step: proxies are not known yet."""
-    late = 9 - steps
+    late = 10 - steps
     assert ranks(2).run(times_used, nothing, stage)[0] == [False] + [True] * (steps - 1)
-    assert ranks(2).run(times_used, hooked, stage)[0] == [False] + [True] * (3 - late) + [False] * 5
+    assert ranks(2).run(times_used, hooked, stage)[0] == [False] + [True] * (3 - late) + [False] * 6
     assert not any(ranks(2).run(partial(times_used, amsgrad=True), nothing, stage)[0])
 
 
 def test_holds_no_gradients_that_are_new_at_every_step() -> None:
-    assert times_used(nothing, 0) == [False] * 9  # of one rank
+    assert times_used(nothing, 0) == [False] * 10  # of one rank
     assert not any(ranks(2).run(times_used, renewed, 0)[0])

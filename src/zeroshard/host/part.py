@@ -18,13 +18,14 @@ host memory, where the loop sees and may change it, and `optimizer.step()` updat
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeroshard.life.guard import Guarded
 from zeroshard.life.shard import Faces, Param
@@ -146,6 +147,7 @@ class Part(Guarded):
     targets: list[Tensor]  # flat
     grad_dtype: torch.dtype
     counted: list[bool]  # whether this rank counts the parameter towards the global norm
+    optimizer: Optimizer | None = None  # which shows the state
     disk: OnDisk | None = None  # its place there, if it rests on the disk
     landing: HostGradients | None = None  # where its gradient is, if it is stepped
     weights: Tensor | None = None  # those of the page, while it is in memory
@@ -330,6 +332,18 @@ class Part(Guarded):
         return found | {
             key: tensor[at : at + n].view(self.params[index].local.shape) for key, tensor in flat.items()
         }
+
+    def unlike(self, states: Mapping[Any, Mapping[str, Any]]) -> Param | None:
+        """A parameter of which `optimizer.state` does not show the host's own any more, or another count."""
+        flat = self._moments() if self.visible else {}
+        places = {key: (tensor.data_ptr(), tensor.element_size()) for key, tensor in flat.items()}
+        for param, (at, n), count in zip(self.params, self.spans, self.steps, strict=True):
+            state = states.get(param.home, {})
+            found = [(state.get(key), start + at * width) for key, (start, width) in places.items() if n]
+            same = all(isinstance(t, Tensor) and t.data_ptr() == place for t, place in found)
+            if not same or (self.form.kind == "adam" and state.get("step", -1) != count):
+                return param
+        return None
 
     @property
     def moments(self) -> dict[str, str]:

@@ -279,6 +279,7 @@ class Host:
                 targets=plot.targets,
                 grad_dtype=dtype,
                 counted=counts,
+                optimizer=plot.optimizer,
                 disk=plot.disk,
                 landing=landing,
             )

@@ -150,6 +150,14 @@ class HostUpdates:
 
     def _check_unchanged(self, parts: Sequence[Part]) -> None:
         for part in parts:
+            other = part.unlike(part.optimizer.state) if part.optimizer is not None else None
+            if other is not None:
+                raise StateError(
+                    f"the optimizer's state of `{other.name}` was replaced, or its step set, by hand: with "
+                    "offload and clip_norm the host has it and would not know. Change moments in place, "
+                    "after `with run.gathered(): pass`, which waits for the host; for all else use "
+                    "optimizer.load_state_dict(), also to go on from here."
+                )
             if part.taken is not None and part.taken != part.stretches(1.0):
                 raise StateError(
                     f"hyperparameters of `{part.params[0].name}` changed between backward and "

@@ -23,7 +23,7 @@ from torch.utils import _foreach_utils
 
 from zeroshard.errors import StateError
 
-__all__ = ["Face", "Writes", "face_of"]
+__all__ = ["Face", "Writes", "face_of", "place_of"]
 
 _aten = torch.ops.aten
 _NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
@@ -43,14 +43,16 @@ class Writes:
         self.settings = 0  # how often `requires_grad` was set, or a hook registered
         self.before: Callable[[bool], None] | None = None  # told whether it is the first since `looked`
         self.before_reads: Callable[[], None] | None = None
+        self.touched: set[int] = set()  # where the rows lie that were written since `looked`
         self._begun = False
 
-    def coming(self) -> None:
+    def coming(self, rows: torch.Tensor) -> None:
         """Somebody is about to write. Peers may still read the rows in place."""
         if self.before is not None:
             self.before(not self._begun)
         self._begun = True
         self.count += 1
+        self.touched.add(place_of(rows))
 
     def read(self) -> None:
         """Somebody is about to compute with the values."""
@@ -59,13 +61,19 @@ class Writes:
 
     def looked(self) -> int:
         self._begun = False
+        self.touched.clear()
         return self.count
+
+
+def place_of(rows: torch.Tensor) -> int:
+    """The same for rows and for all views of them: each home has a storage of its own."""
+    return rows.untyped_storage().data_ptr()
 
 
 class _Copied(Writes):
     """Of what looks like a view."""
 
-    def coming(self) -> None:
+    def coming(self, rows: torch.Tensor) -> None:
         raise StateError(
             "rows of a sharded parameter or gradient cannot be written by number (p[i].zero_()): they are on "
             "several ranks, and p[i] is a copy. Write parameters inside `with run.gathered(write=True):` and "
@@ -161,11 +169,11 @@ class Face(DTensor):
         neutral = _neutral(func, *args)
         given = {name: _plain(value, None) for name, value in (kwargs or {}).items()}
         if func._schema.is_mutable:
-            for written in _homes(args[:1]):
-                written.coming()
+            for writes, face in _homes(args[:1]):
+                writes.coming(face._local_tensor)
         if not func.is_view:
-            for read in _homes(args):
-                read.read()
+            for writes, _ in _homes(args):
+                writes.read()
         try:
             made = func(*[_plain(value, neutral) for value in args], **given)
         except RuntimeError as error:
@@ -211,7 +219,10 @@ def _neutral(func: Any, first: Any = None, *rest: Any) -> float | None:
     return neutral if not dims or 0 in dims or -first.dim() in dims else None
 
 
-_TOLD = ("got mixed", "Sharding propagation failed", "sharding strategy", "as_strided not supported")
+_TOLD = (
+    *("got mixed", "Sharding propagation failed", "sharding strategy", "as_strided not supported"),
+    "single memory location",  # what rests on the disk shows one NaN for all of its elements
+)
 
 
 def _explained(error: RuntimeError) -> RuntimeError:
@@ -226,12 +237,12 @@ def _explained(error: RuntimeError) -> RuntimeError:
     )
 
 
-def _homes(args: Any) -> Iterator[Writes]:
+def _homes(args: Any) -> Iterator[tuple[Writes, Face]]:
     """Of the homes, and views of them, among what a function is called on."""
     for given in args:
         for item in given if type(given) in (list, tuple) else (given,):
             if type(item) is Face and item.writes is not None:
-                yield item.writes
+                yield item.writes, item
 
 
 def _plain(given: Any, neutral: float | None) -> Any:

@@ -105,7 +105,7 @@ class Update:
         # By group: its homes, their gradients and proxies when all were known.
         self._known: dict[int, tuple[list[Tensor], list[Tensor | None], list[Tensor]]] = {}
         self.meet(params)
-        self._linked: tuple[Any, int] = (None, 0)
+        self._linked: tuple[Any, list[Any]] = (None, [])  # a state and its dicts: what `_inner` was made of
         self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
 
     def meet(self, params: Sequence[Param]) -> None:
@@ -321,8 +321,9 @@ class Update:
         """Let the optimizer see proxies and their state; put the homes back whatever happens."""
         optimizer = self.optimizer
         seen_state, seen_params = optimizer.state, [group["params"] for group in optimizer.param_groups]
-        linked_to, count = self._linked
-        if linked_to is not seen_state or count != len(seen_state):
+        linked_to, dicts = self._linked
+        states = list(seen_state.values())
+        if linked_to is not seen_state or len(dicts) != len(states) or not all(map(is_, states, dicts)):
             self._inner.clear()
             self._inner.update(
                 {self._proxies.get(id(home), home): state for home, state in seen_state.items()}
@@ -338,7 +339,7 @@ class Update:
                 home_of = {id(self._proxies[key]): p.home for key, p in self.params.items()}
                 for proxy, state in self._inner.items():
                     seen_state.setdefault(home_of.get(id(proxy), proxy), state)
-            self._linked = (seen_state, len(seen_state))
+            self._linked = (seen_state, list(seen_state.values()))
 
     def state_bytes(self) -> int:
         tensors = [

@@ -37,10 +37,14 @@ class _Lists:
     held: dict[str, list[Tensor]]
     counts: Tensor
 
-    def stand(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+    def stand(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: dict[Any, Any]
+    ) -> bool:
         """Whether these still are what the optimizer would work on."""
         same = len(params) == len(self.params) and all(map(is_, params, self.params))
         if not same or not all(map(is_, grads, self.grads)):
+            return False
+        if not all(map(is_, map(state.get, params), self.states)):
             return False
         return all(all(map(is_, _each(name, self.states), held)) for name, held in self.held.items())
 
@@ -110,7 +114,7 @@ class Together:
             return None
         grads = list(map(_grad, params))
         lists = self._lists.pop(number, None)
-        if lists is None or not lists.stand(params, grads):
+        if lists is None or not lists.stand(params, grads, state):
             again = number in self._before and self._before[number].same(params, grads)
             self._before[number] = _Before(params, grads)
             lists = _lists_of(params, grads, [state.get(param) for param in params]) if again else None

@@ -116,8 +116,7 @@ class Runtime:
         self._active -= 1
         fault = None
         if self._task is None:
-            kept = not unit.sharded or self._kept_for_backward(unit)
-            fault = unit.fault(output, kept)
+            fault = unit.fault(output, kept := not unit.sharded or self._kept_for_backward(unit))
             unit.stand_homes()
             if not kept:
                 unit.release()
@@ -337,6 +336,7 @@ class Runtime:
 
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
+        self.written.note()
         self.supply.changed()
         self.pace.rewritten()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from zeroshard.comm import Transport
 from zeroshard.errors import StateError
 from zeroshard.host.part import Part
-from zeroshard.life.face import Writes
+from zeroshard.life.face import Writes, place_of
 from zeroshard.life.shard import Faces, Param
 from zeroshard.sync import Pace
 
@@ -42,6 +42,13 @@ def _beside_the_host(name: str) -> StateError:
         f"`{name}` was written by hand while the host may have been updating it, so it holds neither. With "
         "offload and clip_norm, write parameters inside `with run.gathered(write=True):`, or after a forward "
         "or `with run.gathered(): pass`, which wait for the host. Load the last checkpoint to go on."
+    )
+
+
+def _shown_only(name: str) -> StateError:
+    return StateError(
+        f"`{name}` was written by hand, and its values rest on the disk: what was written is lost, and all "
+        "is as it was. Write them inside `with run.gathered(write=True):`."
     )
 
 
@@ -69,39 +76,57 @@ class Written:
         self._places = list(map(Tensor.data_ptr, self._homes))
         self._counted = [param.home for param in copied] if self._plain else []
         self._versions: list[int] = []
-        # Those that the host updates beside the loop, where no optimizer writes them.
-        self._overlapped: list[Param] = []
-        self._of_overlapped: list[int] = []
+        # Homes that are not the master, or that the host updates beside the loop: no optimizer writes them.
+        self._watched = [param for param in params if param.master is not None]
+        self._of_watched = self._versions_of_watched()
         self._part_of: dict[int, Part] = {}  # by id(param)
 
     def adopt_parts(self, parts: Sequence[Part]) -> None:
         """What the host updates."""
         overlapped = [part for part in parts if part.landing is None and self._plain]
         self._part_of = {id(param): part for part in overlapped for param in part.params}
-        self._overlapped = [param for part in overlapped for param in part.params]
-        self._of_overlapped = [param.home._version for param in self._overlapped]
+        more = [param for part in overlapped for param in part.params if param.master is None]
+        self._watched += more
+        self._of_watched = self._versions_of_watched()
+
+    def note(self) -> None:
+        """What was written until now is known to whom it concerns."""
+        self._count = self._writes.looked()
+        self._versions, self._of_watched = list(map(_version, self._counted)), self._versions_of_watched()
 
     def seen(self, stale: bool, quieten: Callable[[], None]) -> bool:
-        """Whether homes were written since the last look; those that were given other memory are back in
-        their own, after `quieten`. Of plain homes that an optimizer writes only where they are not `stale`
-        already: its writes count there too."""
-        moved = self._moved()
-        overlapped = [param.home._version for param in self._overlapped]
-        both = zip(self._overlapped, map(ne, overlapped, self._of_overlapped), strict=True)
-        told = [param for param, differs in both if differs]
+        """Whether homes were written since the last look. Those that were given other memory are then back in
+        their own, and masters hold what their homes do, after `quieten`. Of plain homes that an optimizer
+        writes only where they are not `stale` already: its writes count there too."""
+        moved, told = self._moved(), self._told()
+        counted = not stale and list(map(_version, self._counted)) != self._versions
+        written = self._writes.count != self._count or counted
+        self.note()
         for param in (*told, *moved):
             part = self._part_of.get(id(param))
             if part is not None and not part.known:
                 raise _beside_the_host(param.name)
-        if moved:
+            if not param.local.is_contiguous():
+                raise _shown_only(param.name)
+        behind = [param for param in told if param.master is not None]
+        if moved or behind:
             quieten()
             for param in moved:
                 _take_back(param)
-        versions = list(map(_version, self._counted))
-        count = self._writes.looked()
-        written = count != self._count or (not stale and versions != self._versions)
-        self._count, self._versions, self._of_overlapped = count, versions, overlapped
+            for param in behind:
+                param.write_master(param.local)
         return written or bool(moved) or bool(told)
+
+    def _versions_of_watched(self) -> list[int]:
+        return [param.home._version for param in self._watched] if self._plain else []
+
+    def _told(self) -> list[Param]:
+        """Those of the watched that were written in place."""
+        if not self._plain:
+            touched = self._writes.touched
+            return [p for p in self._watched if touched and place_of(Faces.local(p.home)) in touched]
+        both = zip(self._watched, map(ne, self._versions_of_watched(), self._of_watched), strict=True)
+        return [param for param, differs in both if differs]
 
     def _moved(self) -> list[Param]:
         now = list(map(Tensor.data_ptr, self._homes))
