@@ -70,7 +70,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("spans", "agree", "whole", "norm", "scaling", "state", "written", "late"),
+        ("spans", "agree", "whole", "norm", "scaling", "state", "written", "late", "statistics"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),

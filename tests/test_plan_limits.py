@@ -14,7 +14,7 @@ import plan_case
 import pytest
 import torch
 from plan_case import case, measured_step
-from torch import nn
+from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import OptionError
@@ -71,6 +71,52 @@ def test_pieces_of_large_segments_are_seen() -> None:
     cut = {"total_size": 64 * mib, "blocks": [{"size": 12 * mib}, {"size": 52 * mib}]}
     assert divided([whole, small]) == 0
     assert divided([whole, cut, small, cut]) == 128 * mib
+
+
+class Rectified(nn.Module):
+    """Its output is what its own backward needs: the block that comes next saves it for nobody."""
+
+    def __init__(self, adapted: bool) -> None:
+        super().__init__()
+        self.base, self.adapted = nn.Linear(32, 32), adapted
+        if adapted:
+            self.base.requires_grad_(False)
+            self.down, self.up = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.base(x) + (self.up(self.down(x)) if self.adapted else x)
+        return torch.relu(found)
+
+
+class Stacked(nn.Module):
+    def __init__(self, adapted: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Rectified(adapted) for _ in range(8))
+        self.head = nn.Linear(32, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_blocks_that_save_their_own_output_are_foreseen(adapted: bool) -> None:
+    batch, limit = torch.randn(256, 32), 2**30
+    for _ in range(4):
+        model = Stacked(adapted)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        try:
+            run = zs.shard(model, optimizer, limit=limit, batch=batch)
+        except zs.PlanError:
+            break
+        assert run.plan is not None
+        chosen = run.plan.chosen
+        device, _ = measured_step(run, model, optimizer, batch)
+        assert_bytes(chosen.device, device + batch.nbytes, 0.001, chosen.label)
+        limit = int(chosen.device * 0.97)
+        run.close()
+    assert limit < 2**29
 
 
 def sweep(name: str, stride: int) -> list[tuple[int, str, int, int, str]]:

@@ -86,6 +86,7 @@ class _Stretch:
     like: _Stretch | None = None
     outputs: Any = None  # of a repeated one: how its outputs look, and their tree
     standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
+    held: list[Tensor] = field(default_factory=list)  # those, as long as backward would keep them
 
     @property
     def real(self) -> int:
@@ -275,8 +276,10 @@ class Tracer:
         standing = _Stand.apply(wanted, partial(self._arrive, stretch), *tensors)  # type: ignore[no-untyped-call]
         for tensor, output in zip(standing, wanted, strict=True):
             if output[-1] and self._backward is None:
-                # The first one saved it, and what comes next shall not count it again.
+                # The first one saved it, and what comes next shall not count it again. It is held like that:
+                # a stand-in that comes next does not save it, and it would be gone while it counts as there.
                 stretch.standing += self._save(tensor)
+                stretch.held.append(tensor.detach())
         made = iter(standing)
         return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in outputs], tree)
 
@@ -367,6 +370,8 @@ class Tracer:
             self._arrived.clear()
             self._grad_bytes = 0
             first, last = (self._stretches.index(s) for s in (stretch, at))
+            for left in self._stretches[first + 1 : last + 1]:
+                left.held.clear()
             for passed in (*reversed(self._stretches[first + 1 : last]), stretch):
                 self._backward = passed
                 if not passed.levels:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from .late import LateHooks
 from .live import LiveUnit
 from .runtime import Runtime
 from .state import show_state, take_state, widen_state
+from .statistics import keeps_statistics, still
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -211,7 +212,10 @@ class Hooks:
 
         compiled = module._compiled_call_impl
         name, function = ("forward", entered) if compiled is None else ("_compiled_call_impl", compiled)
-        self._replace(module, name, partial(checkpoint, function, use_reentrant=False))
+        kept = partial(checkpoint, function, use_reentrant=False)
+        if compiled is None and keeps_statistics(module):
+            kept = partial(kept, context_fn=lambda: (nullcontext(), still(module)))
+        self._replace(module, name, kept)
 
     # ------------------------------------------------------------------ optimizer
 
