@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import logging
+import re
 import weakref
 from typing import Any
 
@@ -21,6 +22,7 @@ from zeroshard.errors import OptionError
 from zeroshard.planning.answer import inquire
 from zeroshard.planning.choice import choose
 from zeroshard.planning.promise import divided
+from zeroshard.search import fewest_ranks
 from zeroshard.testing import assert_bytes, ranks
 
 STEPS = 20
@@ -117,6 +119,35 @@ def test_blocks_that_save_their_own_output_are_foreseen(adapted: bool) -> None:
         limit = int(chosen.device * 0.97)
         run.close()
     assert limit < 2**29
+
+
+def advised(model: nn.Module, batch: Tensor, **given: Any) -> str:
+    with pytest.raises(zs.PlanError) as refused:
+        zs.plan(model, batch=batch, **given)
+    return str(refused.value)
+
+
+def test_what_is_advised_fits() -> None:
+    """A larger limit where the host has no room for more; no half of one row; no bf16 that is refused."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    given: dict[str, Any] = {"ranks": 1, "limit": "1MiB", "host_limit": "1MiB"}
+    said = advised(model, torch.zeros(1, 256), **given)
+    assert "halve" not in said
+    limit = re.search(r'pass limit="([^"]+)"', said)
+    assert limit is not None, said
+    assert zs.plan(model, batch=torch.zeros(1, 256), **given | {"limit": limit[1]}).chosen.fits
+    normed = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64))
+    said = advised(normed, torch.zeros(4096, 64), ranks=1, limit="8MiB")
+    assert "halve the micro-batch" in said
+    assert "bf16" not in said
+
+
+def test_the_fewest_ranks_may_need_two_tiers() -> None:
+    """With little room on the device and on the host, only what fills both fits."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    given: dict[str, Any] = {"limit": "7MiB", "host_limit": "4MiB", "batch": torch.zeros(1, 256)}
+    assert zs.plan(model, ranks=1, **given).chosen.placing == "some on host"
+    assert fewest_ranks(model, **given).value == 1
 
 
 def sweep(name: str, stride: int) -> list[tuple[int, str, int, int, str]]:
@@ -344,8 +375,12 @@ def test_a_plan_is_repeated_or_refused(tmp_path: Any) -> None:
     model, optimizer, batch = case("moe")
     with pytest.raises(zs.PlanError, match=r"`head.weight` is absent in the plan|`words.weight` is float32"):
         zs.shard(nn.Sequential(nn.Linear(3, 3)), plan=plan)
-    with pytest.raises(zs.PlanError, match=r"its optimizer is AdamW, and this one SGD"):
+    with pytest.raises(zs.PlanError, match=r"its optimizer is AdamW \(2 .*, and this one SGD \(0 mom"):
         zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    with pytest.raises(zs.PlanError, match=r"AdamW \(2 moments of .*, and this one AdamW \(3 moments of"):
+        zs.shard(model, torch.optim.AdamW(model.parameters(), fused=True, amsgrad=True), plan=plan)
+    with pytest.raises(zs.PlanError, match=r"its optimizer is AdamW .*, and this one AdamW"):
+        zs.shard(model, torch.optim.AdamW([*model.parameters()][1:], fused=True), plan=plan)
     told = json.loads(made.to_json())
     told["ranks"] = 2
     with pytest.raises(zs.PlanError, match="it is for 2 ranks, and these are 1"):

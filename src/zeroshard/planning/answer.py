@@ -23,7 +23,7 @@ from zeroshard.machine import Machine
 from zeroshard.machine import machine as find_machine
 from zeroshard.sizes import parse_bytes
 
-from .blueprint import blocks_of, rules_of, shape_text, weights_of
+from .blueprint import blocks_of, rules_of, shape_text, texts_of, weights_of
 from .choice import choose
 from .frames import Frame, frames_of
 from .plan import Plan, options_of
@@ -35,6 +35,7 @@ from .unfit import (
     refuse_precision,
     refuse_rows,
     refuse_second_names,
+    takes,
 )
 
 if TYPE_CHECKING:
@@ -234,6 +235,8 @@ def inquiry_for(
         staged=site.staged,
         shared=site.one_memory and "memory_limit_per_node" in wanted,
         by_node="memory_limit_per_node" in wanted,
+        halves=inputs is not None and any(t.dim() and t.shape[0] > 1 for t in inputs.tensors[:1]),
+        narrows=takes(model, Precision()),
         **_choices(options, given, wanted.get("precisions")),
     )
     for precision in question.precisions or ():
@@ -245,7 +248,7 @@ def inquiry_for(
     return Inquiry(
         question,
         weights_of(model),
-        tuple(rule.name for rule in rules),
+        texts_of(model, optimizers, rules),
         tuple(shape_text(t) for t in inputs.tensors) if inputs is not None else (),
     )
 

@@ -65,6 +65,20 @@ def rules_of(optimizers: Sequence[Optimizer] | None) -> tuple[Rule, ...]:
     )
 
 
+def texts_of(
+    model: nn.Module, optimizers: Sequence[Optimizer] | None, rules: Sequence[Rule]
+) -> tuple[str, ...]:
+    """The rules in words, for a plan to be compared by: what is kept, and of how much."""
+    groups: list[Any] = [model.parameters()]
+    if optimizers is not None:
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    counts = [sum(p.numel() for p in params if p.requires_grad) for params in groups]
+    return tuple(
+        f"{rule.name} ({rule.moments} moments of {count:,} values)"
+        for rule, count in zip(rules, counts, strict=True)
+    )
+
+
 def _moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
     probe = nn.Parameter(torch.zeros(16, 16))
     probe.grad = torch.ones(16, 16)

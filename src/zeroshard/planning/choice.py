@@ -14,7 +14,7 @@ from zeroshard.errors import PlanError
 from zeroshard.sizes import show_apart, show_bytes, show_seconds
 
 from .plan import PLACINGS, Candidate, Plan, made_of
-from .planner import FILLING, all_candidates, price
+from .planner import FILLING, all_candidates, family, price
 from .question import Question, placing_of
 
 EQUAL = 1.01  # two plans whose estimates are this close are equally fast
@@ -101,7 +101,7 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
         ranks = "its rank" if question.ranks_per_node == 1 else f"its {question.ranks_per_node} ranks"
         return (
             f"no plan fits {has} of {what} per node: the smallest whose device part fits ({least.label}) "
-            f"needs {needs} for {ranks}. {_advice(question, least)}"
+            f"needs {needs} for {ranks}. {_advice(question, least, candidates)}"
         )
     least = min(candidates, key=lambda one: _size(question, one))
     kinds = least.kinds | ({"host tier": least.host} if question.shared else {})
@@ -110,7 +110,7 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
     has, needs = show_apart(question.limit, _size(question, least))
     return (
         f"no plan fits {has} per {whose}: the smallest ({least.label}) needs "
-        f"{needs} at {least.where} ({parts}). {_advice(question, least)}"
+        f"{needs} at {least.where} ({parts}). {_advice(question, least, candidates)}"
     )
 
 
@@ -131,7 +131,7 @@ def _size(question: Question, one: Candidate) -> int:
     return one.device + one.host if question.shared else one.device
 
 
-def _advice(question: Question, least: Candidate) -> str:
+def _advice(question: Question, least: Candidate, candidates: Sequence[Candidate]) -> str:
     """Changes that would fit, tried one by one; the last always does."""
     ways = []
     recomputing = replace(question, recomputes=(False, True))
@@ -141,7 +141,8 @@ def _advice(question: Question, least: Candidate) -> str:
         ways.append("allow offload to the host")
     if len(question.stages) < 4 and 3 not in question.stages and fitting(replace(question, stages=(3,))):
         ways.append("allow stage=3")
-    if least.kinds["activations"] > question.limit // 10 and fitting(halved(question)):
+    heavy = least.kinds["activations"] > question.limit // 10
+    if heavy and question.halves and fitting(halved(question)):
         ways.append("halve the micro-batch")
     if _narrows(question):
         ways.append('allow precision="bf16"')
@@ -151,10 +152,7 @@ def _advice(question: Question, least: Candidate) -> str:
             break
     size = _size(question, least)
     if size > question.limit:
-        name, most = "limit", size
-        if question.by_node:
-            name, most = "memory_limit_per_node", size * question.ranks_per_node
-        ways.append(f'pass {name}="{_rounded_up(most)}"')
+        ways.append(f"pass {_larger(question, least, candidates)}")
     else:
         what, _, node = _lacking(question, least)
         ways.append(f'pass {"host_limit" if what == "host memory" else "disk_limit"}="{_rounded_up(node)}"')
@@ -163,12 +161,30 @@ def _advice(question: Question, least: Candidate) -> str:
     return f"{lead}: {', or '.join(ways)}."
 
 
+def _larger(question: Question, least: Candidate, candidates: Sequence[Candidate]) -> str:
+    """The limit under which the smallest would fit that the other tiers have room for; where they have none
+    for any, the other limits too."""
+    node = question.ranks_per_node
+    held = [c for c in candidates if c.host <= question.host_share and c.disk <= question.disk_share]
+    lightest = min(held, key=lambda one: _size(question, one), default=least)
+    name, most = "limit", _size(question, lightest)
+    if question.by_node:
+        name, most = "memory_limit_per_node", most * node
+    text = f'{name}="{_rounded_up(most)}"'
+    if lightest.host > question.host_share:
+        text += f' and host_limit="{_rounded_up(lightest.host * node)}"'
+    if lightest.disk > question.disk_share:
+        text += f' and disk_limit="{_rounded_up(lightest.disk * node)}"'
+    return text
+
+
 def _narrows(question: Question) -> bool:
     """Whether computing in bf16 would make it fit. It rounds, so it is never chosen unasked."""
     options = question.options
     if (
         options.precision is not None
         or question.precisions
+        or not question.narrows
         or not any(w.dtype == "float32" for unit in question.units for w in unit.weights)
     ):
         return False
@@ -184,16 +200,20 @@ def _rounded_up(size: int) -> str:
 
 
 def fitting(question: Question) -> bool:
-    """Whether anything fits: the leanest ways do, or none does."""
+    """Whether anything fits: the leanest ways do, or what fills one tier after another, or none does."""
     given = placing_of(question.options.offload)
-    return any(
+    ways = [
+        (asked, stage, placing) for asked in question.by_precision() for stage, placing in asked.families()
+    ]
+    leanest = any(
         price(asked, asked.way(stage, placing, again, lean=True)).fits
-        for asked in question.by_precision()
-        for stage, placing in asked.families()
+        for asked, stage, placing in ways
         if placing not in FILLING or placing == given
         for again in asked.recomputes
         if asked.names or not again
     )
+    filling = (way for way in ways if way[2] in FILLING and way[2] != given)
+    return leanest or any(one.fits for way in filling for one in family(*way))
 
 
 def halved(question: Question) -> Question:

@@ -29,10 +29,10 @@ def all_candidates(question: Question) -> Iterator[Candidate]:
     """Every way that is worth a line of the table."""
     for asked in question.by_precision():
         for stage, placing in asked.families():
-            yield from _family(asked, stage, placing)
+            yield from family(asked, stage, placing)
 
 
-def _family(question: Question, stage: Stage, placing: Placing) -> Iterator[Candidate]:
+def family(question: Question, stage: Stage, placing: Placing) -> Iterator[Candidate]:
     """One stage and placing. As it is; if that does not fit, the least that it can take; and if that fits,
     what lies between: lean or not, with as few units recomputed as it takes."""
     recomputes = question.recomputes if question.trace is not None else question.recomputes[:1]

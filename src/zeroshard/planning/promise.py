@@ -28,7 +28,7 @@ from zeroshard.stats import Stats
 from zeroshard.tier.pool import Ledger
 
 from .answer import PlanKeys, Site, check_asked, check_nodes, inquiry_for, machine_of, take_asked
-from .blueprint import blocks_of, rules_of, weights_of
+from .blueprint import blocks_of, rules_of, texts_of, weights_of
 from .measure import here, link_between
 from .plan import Plan
 
@@ -148,7 +148,7 @@ def refuse_other(plan: Plan, model: nn.Module, optimizers: list[Optimizer], worl
         then, now = plan.weights.get(name), mine.get(name)
         if then != now:
             faults.append(f"`{name}` is {then or 'absent'} in the plan and {now or 'absent'} in the model")
-    rules = tuple(rule.name for rule in rules_of(optimizers))
+    rules = texts_of(model, optimizers, rules_of(optimizers))
     if plan.optimizer and plan.optimizer != rules:
         faults.append(
             f"its optimizer is {', '.join(plan.optimizer)}, and this one {', '.join(rules) or 'none'}"

@@ -114,6 +114,15 @@ def refuse_second_names(model: nn.Module, options: Options) -> None:
             )
 
 
+def takes(model: nn.Module, precision: Precision) -> bool:
+    """Whether the model can compute in it."""
+    try:
+        refuse_precision(model, precision)
+    except OptionError:
+        return False
+    return True
+
+
 def refuse_precision(model: nn.Module, precision: Precision | None) -> None:
     """Patterns that name no parameter; and batch statistics of another dtype than the weights beside them, of
     which torch would say in forward that it expected another scalar type."""
