@@ -70,7 +70,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("spans", "agree", "whole", "norm", "scaling", "state", "written", "late", "statistics"),
+        ("spans", "agree", "whole", "norm", "scaling", "state", "written", "late", "again"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),

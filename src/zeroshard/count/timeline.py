@@ -39,6 +39,7 @@ class Segment:
       both kinds.
     - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
       `backward` before the first, after the first, and so on. Empty where no step was traced.
+    - `spoils`: its forward writes what it was given, so that it cannot be recomputed.
     """
 
     unit: str
@@ -53,6 +54,7 @@ class Segment:
     kernels_back: int = 0
     order: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
+    spoils: bool = False
 
 
 @dataclass(frozen=True)

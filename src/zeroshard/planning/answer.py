@@ -243,6 +243,10 @@ def inquiry_for(
         refuse_precision(model, precision)
     if inputs is not None:
         question = replace(question, trace=Traces(question, model, inputs, wanted.get("loss")))
+        if True in question.recomputes and "recompute" not in given:
+            plain = question.segments(question.way(question.stages[0]))
+            if any(segment.spoils for segment in plain):
+                question = replace(question, recomputes=(False,), recomputable=False)
     if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
         raise OptionError("disk_limit= needs disk_path=, a folder on that disk.")
     return Inquiry(

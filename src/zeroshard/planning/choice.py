@@ -135,7 +135,8 @@ def _advice(question: Question, least: Candidate, candidates: Sequence[Candidate
     """Changes that would fit, tried one by one; the last always does."""
     ways = []
     recomputing = replace(question, recomputes=(False, True))
-    if question.trace and True not in question.recomputes and question.names and fitting(recomputing):
+    may = question.trace is not None and question.recomputable and bool(question.names)
+    if may and True not in question.recomputes and fitting(recomputing):
         ways.append("allow recompute=True")
     if question.placings != PLACINGS and fitting(replace(question, placings=PLACINGS)):
         ways.append("allow offload to the host")

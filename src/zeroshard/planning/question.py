@@ -64,6 +64,7 @@ class Question:
     by_node: bool = False  # whether the limit was given as that of a node
     halves: bool = True  # whether there is a batch that can be halved
     narrows: bool = True  # whether all of the model could compute in bf16
+    recomputable: bool = True  # whether no unit writes what it is given
     setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
     # Of this very question: another limit, say, has its own.
     prices: dict[Options, Candidate] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -80,6 +80,7 @@ class _Stretch:
     moved_back: int = 0
     kernels: int = 0
     kernels_back: int = 0
+    spoils: bool = False
     # Weights whose gradients arrived in its backward, and the most that lived before the first, after it, …
     order: list[str] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
@@ -109,6 +110,7 @@ class _Stretch:
             kernels_back=source.kernels_back,
             order=order,
             levels=tuple(source.levels),
+            spoils=source.spoils,
         )
 
 
@@ -235,7 +237,9 @@ class Tracer:
                 if self.recompute(name)
                 else plain
             )
+            given = [(x, x._version) for x in leaves if isinstance(x, Tensor)]
             output = kept(*args, **kwargs)
+            self._stretches[-1].spoils = any(tensor._version != version for tensor, version in given)
             flat, out_tree = tree_flatten(output)
             self._hook(flat)
             sights = [(*sight(x), self._is_saved(x)) for x in flat]

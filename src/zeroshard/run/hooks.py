@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -24,11 +24,11 @@ from zeroshard.life.step import Update
 from zeroshard.planning.widening import Widening, cast, has_forward
 
 from . import scaling
+from .again import recomputed
 from .late import LateHooks
 from .live import LiveUnit
 from .runtime import Runtime
 from .state import show_state, take_state, widen_state
-from .statistics import keeps_statistics, still
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -211,11 +211,10 @@ class Hooks:
                 runtime.leave(unit)
 
         compiled = module._compiled_call_impl
-        name, function = ("forward", entered) if compiled is None else ("_compiled_call_impl", compiled)
-        kept = partial(checkpoint, function, use_reentrant=False)
-        if compiled is None and keeps_statistics(module):
-            kept = partial(kept, context_fn=lambda: (nullcontext(), still(module)))
-        self._replace(module, name, kept)
+        if compiled is None:
+            self._replace(module, "forward", recomputed(module, unit.label, entered))
+        else:
+            self._replace(module, "_compiled_call_impl", partial(checkpoint, compiled, use_reentrant=False))
 
     # ------------------------------------------------------------------ optimizer
 

@@ -1,4 +1,5 @@
-"""Norms that keep running statistics: recomputed units add to them once a step, as in plain PyTorch."""
+"""Units that are recomputed: norms add to their statistics once a step, as in plain PyTorch, and a forward
+that writes its inputs is told."""
 
 from __future__ import annotations
 
@@ -62,3 +63,34 @@ def test_statistics_are_counted_once_on_ranks() -> None:
         assert same == pytest.approx(losses, rel=1e-6)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+class Writes(nn.Module):
+    """Twice as much of what it was given, in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x.mul_(2)))
+
+
+def test_a_forward_that_writes_its_inputs_is_told() -> None:
+    """Torch computes the wrong gradient here, and says nothing."""
+    model = nn.Sequential(nn.Linear(8, 8), *(Writes() for _ in range(3)))
+    zs.shard(model, torch.optim.SGD(model.parameters()), units=["1", "2", "3"], recompute=True)
+    with torch.no_grad():
+        model(torch.ones(2, 8))  # which is not recomputed
+    with pytest.raises(zs.StateError, match=r"the forward of 1 writes a tensor that it was given, in place"):
+        model(torch.ones(2, 8))
+
+
+def test_the_planner_recomputes_no_such_unit() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), *(Writes() for _ in range(6)))
+    batch = torch.ones(64, 8)
+    plan = zs.plan(model, ranks=1, limit="1GiB", batch=batch)
+    assert not any(one.recompute for one in plan.candidates)
+    with pytest.raises(zs.PlanError) as refused:
+        zs.plan(model, ranks=1, limit="16KiB", batch=batch)
+    assert "recompute" not in str(refused.value)
