@@ -77,7 +77,7 @@ class Writes(nn.Module):
 
 
 def test_a_forward_that_writes_its_inputs_is_told() -> None:
-    """Torch computes the wrong gradient here, and says nothing."""
+    """When it has written, not in backward."""
     model = nn.Sequential(nn.Linear(8, 8), *(Writes() for _ in range(3)))
     zs.shard(model, torch.optim.SGD(model.parameters()), units=["1", "2", "3"], recompute=True)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 What it leaves behind must be left once: running statistics of norms stay as the first forward made them. And
 what it was given must still be there: a forward that writes its inputs in place would begin with what it
-wrote, which torch notices only where another operation has saved them.
+wrote. Torch finds that out in backward, and does not say whose forward it was.
 """
 
 from __future__ import annotations
