@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import json
 import logging
-import re
 import weakref
 from typing import Any
 
@@ -15,14 +14,13 @@ import plan_case
 import pytest
 import torch
 from plan_case import case, measured_step
-from torch import Tensor, nn
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.errors import OptionError
 from zeroshard.planning.answer import inquire
 from zeroshard.planning.choice import choose
 from zeroshard.planning.promise import divided
-from zeroshard.search import fewest_ranks
 from zeroshard.testing import assert_bytes, ranks
 
 STEPS = 20
@@ -73,81 +71,6 @@ def test_pieces_of_large_segments_are_seen() -> None:
     cut = {"total_size": 64 * mib, "blocks": [{"size": 12 * mib}, {"size": 52 * mib}]}
     assert divided([whole, small]) == 0
     assert divided([whole, cut, small, cut]) == 128 * mib
-
-
-class Rectified(nn.Module):
-    """Its output is what its own backward needs: the block that comes next saves it for nobody."""
-
-    def __init__(self, adapted: bool) -> None:
-        super().__init__()
-        self.base, self.adapted = nn.Linear(32, 32), adapted
-        if adapted:
-            self.base.requires_grad_(False)
-            self.down, self.up = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.base(x) + (self.up(self.down(x)) if self.adapted else x)
-        return torch.relu(found)
-
-
-class Stacked(nn.Module):
-    def __init__(self, adapted: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Rectified(adapted) for _ in range(8))
-        self.head = nn.Linear(32, 512)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_blocks_that_save_their_own_output_are_foreseen(adapted: bool) -> None:
-    batch, limit = torch.randn(256, 32), 2**30
-    for _ in range(4):
-        model = Stacked(adapted)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-        try:
-            run = zs.shard(model, optimizer, limit=limit, batch=batch)
-        except zs.PlanError:
-            break
-        assert run.plan is not None
-        chosen = run.plan.chosen
-        device, _ = measured_step(run, model, optimizer, batch)
-        assert_bytes(chosen.device, device + batch.nbytes, 0.001, chosen.label)
-        limit = int(chosen.device * 0.97)
-        run.close()
-    assert limit < 2**29
-
-
-def advised(model: nn.Module, batch: Tensor, **given: Any) -> str:
-    with pytest.raises(zs.PlanError) as refused:
-        zs.plan(model, batch=batch, **given)
-    return str(refused.value)
-
-
-def test_what_is_advised_fits() -> None:
-    """A larger limit where the host has no room for more; no half of one row; no bf16 that is refused."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    given: dict[str, Any] = {"ranks": 1, "limit": "1MiB", "host_limit": "1MiB"}
-    said = advised(model, torch.zeros(1, 256), **given)
-    assert "halve" not in said
-    limit = re.search(r'pass limit="([^"]+)"', said)
-    assert limit is not None, said
-    assert zs.plan(model, batch=torch.zeros(1, 256), **given | {"limit": limit[1]}).chosen.fits
-    normed = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64))
-    said = advised(normed, torch.zeros(4096, 64), ranks=1, limit="8MiB")
-    assert "halve the micro-batch" in said
-    assert "bf16" not in said
-
-
-def test_the_fewest_ranks_may_need_two_tiers() -> None:
-    """With little room on the device and on the host, only what fills both fits."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    given: dict[str, Any] = {"limit": "7MiB", "host_limit": "4MiB", "batch": torch.zeros(1, 256)}
-    assert zs.plan(model, ranks=1, **given).chosen.placing == "some on host"
-    assert fewest_ranks(model, **given).value == 1
 
 
 def sweep(name: str, stride: int) -> list[tuple[int, str, int, int, str]]:

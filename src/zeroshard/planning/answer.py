@@ -35,6 +35,7 @@ from .unfit import (
     refuse_precision,
     refuse_rows,
     refuse_second_names,
+    refuse_written,
     takes,
 )
 
@@ -204,6 +205,7 @@ def inquiry_for(
     refuse_second_names(model, options)
     refuse_patterns(model, optimizers or (), options)
     refuse_precision(model, options.precision)
+    refuse_written(model, options, site.ranks)
     units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
     batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import transformer
 
-__all__ = ["Fakes"]
+__all__ = ["Fakes", "unread_masks"]
+
+
+@contextmanager
+def unread_masks() -> Iterator[None]:
+    """Torch's own transformer looks at a mask's values to see whether it is causal, and fakes have none: it
+    is then taken for any mask, for which attention takes no less memory."""
+    module: Any = transformer
+    own = module._detect_is_causal_mask
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = own
 
 
 class Fakes:

@@ -35,7 +35,7 @@ from zeroshard.count.timeline import Segment
 from zeroshard.errors import PlanError
 from zeroshard.life.units import standing, unit_of
 
-from .fakes import Fakes
+from .fakes import Fakes, unread_masks
 from .fused import as_on_gpu
 from .likeness import mode, natures, sight
 from .meter import Meter
@@ -146,7 +146,7 @@ class Tracer:
 
     def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
         """Forward, loss and backward; the segments in the order of forward."""
-        with _quiet(), self._fakes.mode, torch.random.fork_rng(devices=[]):
+        with _quiet(), unread_masks(), self._fakes.mode, torch.random.fork_rng(devices=[]):
             weights = self._weights()
             args, kwargs = self._fake(inputs)
             hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -232,13 +232,8 @@ class Tracer:
         if key in self._twins:
             output = self._repeat(key, leaves)
         else:
-            kept = (
-                partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
-                if self.recompute(name)
-                else plain
-            )
             given = [(x, x._version) for x in leaves if isinstance(x, Tensor)]
-            output = kept(*args, **kwargs)
+            output = self._compute(name, plain, args, kwargs)
             self._stretches[-1].spoils = any(tensor._version != version for tensor, version in given)
             flat, out_tree = tree_flatten(output)
             self._hook(flat)
@@ -246,6 +241,11 @@ class Tracer:
             self._twins[key] = (self._stretches[-1], (sights, out_tree))
         self._begin(outer)
         return output
+
+    def _compute(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.recompute(name):
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def _hook(self, outputs: list[Any]) -> None:
         """Backward comes to a unit with the gradient of its output, also where a checkpoint of the model's
@@ -256,14 +256,15 @@ class Tracer:
                 tensor.register_hook(lambda _: arrive())
 
     def _again(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A unit's forward in backward: ours that recomputes it, or a checkpoint of the model's own."""
+        """A unit's forward in backward: of a unit inside one that is recomputed, or by a checkpoint of the
+        model's own. It saves what it saved in forward."""
         assert self._backward is not None
         here = self._stretches.index(self._backward)
         own = [index for index, stretch in enumerate(self._stretches) if stretch.unit == name]
         stretch = self._stretches[max((index for index in own if index <= here), default=own[-1])]
         self._arrive(stretch)
         if stretch.like is None:
-            return plain(*args, **kwargs)
+            return self._compute(name, plain, args, kwargs)
         return self._stand(stretch, tree_flatten((args, kwargs))[0])
 
     def _repeat(self, key: Any, leaves: list[Any]) -> Any:
