@@ -145,3 +145,16 @@ def test_the_fewest_ranks_may_need_two_tiers() -> None:
     given: dict[str, Any] = {"limit": "7MiB", "host_limit": "4MiB", "batch": torch.zeros(1, 256)}
     assert zs.plan(model, ranks=1, **given).chosen.placing == "some on host"
     assert fewest_ranks(model, **given).value == 1
+
+
+def test_more_ranks_of_a_node_share_what_it_has() -> None:
+    """They are advised where the device is too small, and not where the node is."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    asked: dict[str, Any] = {"ranks_per_node": 8, "batch": torch.zeros(2, 256)}
+    small: dict[str, Any] = {"limit": "2500KiB", "host_limit": "3MiB"}
+    assert "use 8 ranks" in advised(model, ranks=2, **asked, **small)
+    assert zs.plan(model, ranks=8, **asked, **small).chosen.fits
+    said = advised(model, ranks=2, **asked, memory_limit_per_node="2MiB")
+    assert "ranks," not in said
+    assert 'pass memory_limit_per_node="5.4MiB"' in said
+    assert zs.plan(model, ranks=2, **asked, memory_limit_per_node="5.4MiB").chosen.fits

@@ -7,7 +7,7 @@ when it grows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -104,7 +104,7 @@ def fewest_ranks(
     inquiry = inquire(model, optimizer, ranks=most, **asked)
 
     def at(ranks: int) -> Question:
-        return replace(inquiry.question, world=ranks)
+        return inquiry.question.on(ranks)
 
     low, high = 0, 1
     while not fitting(at(high)):

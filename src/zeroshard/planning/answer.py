@@ -227,7 +227,7 @@ def inquiry_for(
         options=options,
         world=site.ranks,
         limit=_limit(wanted, per_node),
-        machine=replace(site.machine, node=per_node),
+        machine=replace(site.machine, node=wanted.get("ranks_per_node") or site.machine.node),
         host_limit=optional("host_limit"),
         disk_limit=optional("disk_limit"),
         disk_path=wanted.get("disk_path"),

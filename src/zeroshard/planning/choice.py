@@ -148,7 +148,7 @@ def _advice(question: Question, least: Candidate, candidates: Sequence[Candidate
     if _narrows(question):
         ways.append('allow precision="bf16"')
     for factor in (2, 4, 16, 256):
-        if fitting(replace(question, world=question.world * factor)):
+        if fitting(question.on(question.world * factor)):
             ways.append(f"use {question.world * factor:,} ranks")
             break
     size = _size(question, least)

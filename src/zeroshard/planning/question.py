@@ -77,6 +77,13 @@ class Question:
     def ranks_per_node(self) -> int:
         return min(self.world, self.machine.node)
 
+    def on(self, ranks: int) -> Question:
+        """The same on so many ranks. Those of a node share what it has."""
+        made = replace(self, world=ranks)
+        if not self.by_node:
+            return made
+        return replace(made, limit=self.limit * self.ranks_per_node // made.ranks_per_node)
+
     @property
     def host_share(self) -> float:
         """Host memory of one rank."""
