@@ -22,7 +22,7 @@ from torch import Tensor
 from zeroshard.comm import Transport
 from zeroshard.errors import StateError
 from zeroshard.host.part import Part
-from zeroshard.life.face import Writes, place_of
+from zeroshard.life.face import Face, Writes, place_of
 from zeroshard.life.shard import Faces, Param
 from zeroshard.sync import Pace
 
@@ -76,17 +76,20 @@ class Written:
         self._places = list(map(Tensor.data_ptr, self._homes))
         self._counted = [param.home for param in copied] if self._plain else []
         self._versions: list[int] = []
-        # Homes that are not the master, or that the host updates beside the loop: no optimizer writes them.
-        self._watched = [param for param in params if param.master is not None]
+        # Homes of which no optimizer writes what is counted: those that are not the master, that the host
+        # updates beside the loop, or that are torch's own DTensors, which tell nothing (see `face_of`).
+        self._told_by_faces = any(isinstance(param.home, Face) for param in params)
+        silent = not self._plain and not self._told_by_faces
+        self._watched = [param for param in params if silent or param.master is not None]
         self._of_watched = self._versions_of_watched()
         self._part_of: dict[int, Part] = {}  # by id(param)
 
     def adopt_parts(self, parts: Sequence[Part]) -> None:
         """What the host updates."""
-        overlapped = [part for part in parts if part.landing is None and self._plain]
+        overlapped = [part for part in parts if part.landing is None and not self._told_by_faces]
         self._part_of = {id(param): part for part in overlapped for param in part.params}
-        more = [param for part in overlapped for param in part.params if param.master is None]
-        self._watched += more
+        known = set(map(id, self._watched))
+        self._watched += [p for part in overlapped for p in part.params if id(p) not in known]
         self._of_watched = self._versions_of_watched()
 
     def note(self) -> None:
@@ -118,11 +121,11 @@ class Written:
         return written or bool(moved) or bool(told)
 
     def _versions_of_watched(self) -> list[int]:
-        return [param.home._version for param in self._watched] if self._plain else []
+        return [] if self._told_by_faces else [param.home._version for param in self._watched]
 
     def _told(self) -> list[Param]:
         """Those of the watched that were written in place."""
-        if not self._plain:
+        if self._told_by_faces:
             touched = self._writes.touched
             return [p for p in self._watched if touched and place_of(Faces.local(p.home)) in touched]
         both = zip(self._watched, map(ne, self._versions_of_watched(), self._of_watched), strict=True)
