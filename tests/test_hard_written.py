@@ -191,7 +191,7 @@ def test_plain_parameters_are_written_after_waiting(world: int) -> None:
         decayed(0, waits=False)
 
 
-def way_back(folder: str) -> None:
+def way_back(folder: str, assigns: bool) -> None:
     """What was written beside the host is told once; then a checkpoint is loaded, or the run closed."""
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -204,7 +204,10 @@ def way_back(folder: str) -> None:
     squared(model, x).backward()
     optimizer.step()
     with torch.no_grad():
-        model.last.bias.zero_()
+        if assigns:
+            model.last.bias.data = torch.zeros(5)
+        else:
+            model.last.bias.zero_()
     with pytest.raises(zs.StateError, match="Load the last checkpoint to go on"):
         model(x)
     run.load(folder)
@@ -212,8 +215,9 @@ def way_back(folder: str) -> None:
     run.close()
 
 
-def test_there_is_a_way_back(tmp_path: Path) -> None:
-    way_back(str(tmp_path / "kept"))
+@pytest.mark.parametrize("assigns", [False, True])
+def test_there_is_a_way_back(tmp_path: Path, assigns: bool) -> None:
+    way_back(str(tmp_path / "kept"), assigns)
 
 
 def pruned(stage: int | None, **options: Any) -> list[float]:

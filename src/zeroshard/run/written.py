@@ -105,12 +105,11 @@ class Written:
         counted = not stale and list(map(_version, self._counted)) != self._versions
         written = self._writes.count != self._count or counted
         self.note()
-        for param in (*told, *moved):
-            part = self._part_of.get(id(param))
-            if part is not None and not part.known:
-                raise _beside_the_host(param.name)
-            if not param.local.is_contiguous():
-                raise _shown_only(param.name)
+        fault = next(filter(None, map(self._fault, (*told, *moved))), None)
+        if fault is not None:
+            for param in moved:
+                param.home.data = param.local  # told once: then a checkpoint can be loaded
+            raise fault
         behind = [param for param in told if param.master is not None]
         if moved or behind:
             quieten()
@@ -119,6 +118,13 @@ class Written:
             for param in behind:
                 param.write_master(param.local)
         return written or bool(moved) or bool(told)
+
+    def _fault(self, param: Param) -> StateError | None:
+        """Why what was written cannot be taken over."""
+        part = self._part_of.get(id(param))
+        if part is not None and not part.known:
+            return _beside_the_host(param.name)
+        return None if param.local.is_contiguous() else _shown_only(param.name)
 
     def _versions_of_watched(self) -> list[int]:
         return [] if self._told_by_faces else [param.home._version for param in self._watched]
