@@ -264,6 +264,34 @@ def test_an_interpreter_that_never_closes_ends(last: str) -> None:
     assert (done.returncode, told[-1:]) == want, done.stderr
 
 
+# ---------------------------------------------------------------------- gradients from elsewhere
+
+
+def test_a_penalty_on_the_weights_would_be_missed_by_the_host() -> None:
+    model, optimizer, _ = offloaded()
+    penalty = next(model.parameters()).square().sum()
+    (model(batch(0, 0, 4)).square().mean() + penalty).backward()
+    with pytest.raises(StateError, match=r"a gradient came to `.*` from outside of the model's forward"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batch(0, 0, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_parameter_without_elements_may_be_used_anywhere() -> None:
+    model = torch.nn.Linear(4, 4)
+    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = zs.shard(model, optimizer, offload=zs.Offload(), clip_norm=2.0)
+    for _ in range(3):
+        (model(torch.ones(2, 4)).sum() + model.empty.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert run.stats().updates["early"] + run.stats().updates["late"] == 3
+    run.close()
+    assert model.empty.shape == (0, 3)
+
+
 # ---------------------------------------------------------------------- state that is changed by hand
 
 

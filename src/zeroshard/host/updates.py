@@ -150,6 +150,7 @@ class HostUpdates:
 
     def _check_unchanged(self, parts: Sequence[Part]) -> None:
         for part in parts:
+            _refuse_strays(part)
             other = part.unlike(part.optimizer.state) if part.optimizer is not None else None
             if other is not None:
                 raise StateError(
@@ -246,3 +247,18 @@ class HostUpdates:
 
     def close(self) -> None:
         self.crew.close()
+
+
+def _refuse_strays(part: Part) -> None:
+    """A gradient that came to a home itself is none of those that the host's update has begun with."""
+    for param in part.params:
+        if param.home.grad is None:
+            continue
+        if param.home.grad.numel():
+            raise StateError(
+                f"a gradient came to `{param.name}` from outside of the model's forward (a penalty on the "
+                "weights, say): with offload and clip_norm the host updates it with what came from inside "
+                "alone. Compute it in the model's forward, or drop clip_norm= and clip with "
+                "clip_grad_norm_()."
+            )
+        param.home.grad = None  # of no elements, and nothing for torch's own step

@@ -226,6 +226,8 @@ class Hooks:
         unscalable = scaling.why_not(runtime.options, runtime.host is not None and runtime.host.updates_early)
         if unscalable is not None:
             self._replace(optimizer, scaling.SAYS_SO, True)
+        elif runtime.host is not None:
+            scaling.await_copies()
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if unscalable is not None:

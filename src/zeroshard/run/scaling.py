@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.amp import grad_scaler
 from torch.optim import Optimizer
 
 from zeroshard.config import Options
@@ -58,3 +59,21 @@ def unscale(optimizer: Optimizer) -> None:
         inverse = 1.0 / float(scale)
         torch._foreach_mul_([Faces.local(grad) for grad in held], inverse)
         optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+
+class _Arrived(grad_scaler._MultiDeviceReplicator):
+    """What a scaler on a GPU tells of itself to gradients that rest on the host. Torch copies it there without
+    waiting, into locked memory, and computes with it at once: with whatever was there before, on a busy
+    GPU."""
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        found = super().get(device)
+        if device.type == "cpu" and self.master.is_cuda:
+            torch.cuda.current_stream(self.master.device).synchronize()
+        return found
+
+
+def await_copies() -> None:
+    """Let scalers wait for what they copy to the host, from now on and in all of this process: there is no
+    other place to wait in between."""
+    grad_scaler._MultiDeviceReplicator = _Arrived  # type: ignore[misc]

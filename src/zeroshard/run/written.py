@@ -89,7 +89,8 @@ class Written:
         overlapped = [part for part in parts if part.landing is None and not self._told_by_faces]
         self._part_of = {id(param): part for part in overlapped for param in part.params}
         known = set(map(id, self._watched))
-        self._watched += [p for part in overlapped for p in part.params if id(p) not in known]
+        added = [p for part in overlapped for p in part.params if id(p) not in known]
+        self._watched += [p for p in added if p.local.numel()]  # of no elements none can be written
         self._of_watched = self._versions_of_watched()
 
     def note(self) -> None:
