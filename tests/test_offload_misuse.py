@@ -183,9 +183,13 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("clip", [math.inf, 1e-3], ids=["early", "late"])
 @pytest.mark.parametrize("calls", [0, 5, 40])
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_failure_on_the_host_is_raised_in_the_training_thread(what: str, calls: int, clip: float) -> None:
+def test_a_failure_on_the_host_is_raised_in_the_training_thread(
+    what: str, calls: int, clip: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner, name, function = BREAKS[what]
     few = zs.Offload(stages=2, stage_bytes=4096, threads=2)
+    if "copy" in what:  # those that C code makes by itself have a test of their own
+        monkeypatch.setattr(Copies, "native", False)
     model, optimizer, run = offloaded(clip_norm=clip, offload=few)
 
     def train() -> None:
@@ -230,7 +234,7 @@ def test_a_failure_on_one_of_two_ranks_ends_both() -> None:
 def test_threads_end_with_the_run() -> None:
     before = zeroshard_threads()
     model, optimizer, run = offloaded()
-    assert len(zeroshard_threads()) == len(before) + 3, "two workers and the one that stages"
+    assert len(zeroshard_threads()) == len(before) + crew.COURIERS
     model(batch(0, 0)).backward()
     optimizer.step()
     run.close()
@@ -268,14 +272,15 @@ def test_an_interpreter_that_never_closes_ends(last: str) -> None:
 
 
 def test_a_penalty_on_the_weights_would_be_missed_by_the_host() -> None:
-    model, optimizer, _ = offloaded()
+    model, optimizer, run = offloaded()
     penalty = next(model.parameters()).square().sum()
-    (model(batch(0, 0, 4)).square().mean() + penalty).backward()
+    (model(batch(0, 0)) + penalty).backward()
     with pytest.raises(StateError, match=r"a gradient came to `.*` from outside of the model's forward"):
         optimizer.step()
     optimizer.zero_grad()
-    model(batch(0, 0, 4)).square().mean().backward()
+    model(batch(0, 0)).backward()
     optimizer.step()
+    run.close()
 
 
 def test_a_parameter_without_elements_may_be_used_anywhere() -> None:

@@ -24,6 +24,7 @@ from zeroshard.host.part import joined
 from zeroshard.host.updates import HostUpdates
 from zeroshard.native import adam_update
 from zeroshard.run.snapshot import host_parts
+from zeroshard.tier import Stage
 
 
 class _Mark:
@@ -45,19 +46,17 @@ class _Due:
 
 
 @pytest.mark.parametrize(
-    ("turns", "ready", "idle", "taken"),
+    ("turns", "ready", "taken"),
     [
-        ((9, 1, 8, 7), 4, False, 1),  # the root's norm, which landed long ago
-        ((9, 8, 7, 1), 3, False, 2),  # what is asked for first has not landed yet
-        ((0, 0, 0, 0), 3, False, 2),  # no forward has asked: the newest
-        ((9, 8, 7, 1), 0, True, 0),  # nothing is there: the next to land
-        ((9, 8, 7, 1), 0, False, None),
-        ((), 0, True, None),
+        ((9, 1, 8, 7), 4, 1),  # the root's norm, which landed long ago
+        ((9, 8, 7, 1), 3, 2),  # what is asked for first has not landed yet
+        ((0, 0, 0, 0), 3, 2),  # no forward has asked: the newest
+        ((9, 8, 7, 1), 0, 0),  # nothing is there: the next to land
     ],
 )
-def test_which_update_is_next(turns: tuple[int, ...], ready: int, idle: bool, taken: int | None) -> None:
+def test_which_update_is_next(turns: tuple[int, ...], ready: int, taken: int) -> None:
     due = [_Due(turn, at < ready) for at, turn in enumerate(turns)]
-    assert next_of(cast(list[Job], due), idle) == taken
+    assert next_of(cast(list[Job], due)) == taken
 
 
 def test_weights_that_lie_together_are_one_copy() -> None:
@@ -95,9 +94,7 @@ def test_updates_from_before_a_save_go_first() -> None:
     due = [_Due(8, True), _Due(9, True), _Due(1, True, "a save"), _Due(0, True)]
     taken = []
     while due:
-        at = next_of(cast(list[Job], due), True)
-        assert at is not None
-        taken.append(due.pop(at).part.turn)
+        taken.append(due.pop(next_of(cast(list[Job], due))).part.turn)
     assert taken == [8, 9, 0, 1]
 
 
@@ -105,20 +102,20 @@ def test_what_forward_asks_for_first_is_updated_first(monkeypatch: pytest.Monkey
     """The host is held up until backward is over; what it then does is in the order of forward."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    taken, gate, stage = list[str](), threading.Event(), Crew._stage
+    taken, gate, board = list[str](), threading.Event(), Crew._board
     gate.set()
     asked, ask = list[str](), HostUpdates.ask
 
-    def staged(self: Crew, job: Job, room: object) -> object:
+    def boards(self: Crew, job: Job) -> Stage:
         gate.wait(30)
         taken.append(job.part.params[0].name)
-        return stage(self, job, room)  # type: ignore[arg-type]
+        return board(self, job)
 
     def asks(self: HostUpdates, part: object) -> None:
         asked.append(part.params[0].name)  # type: ignore[attr-defined]
         ask(self, part)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Crew, "_stage", staged)
+    monkeypatch.setattr(Crew, "_board", boards)
     monkeypatch.setattr(HostUpdates, "ask", asks)
     run = zs.shard(model, optimizer, offload=zs.Offload(stage_bytes=2048), clip_norm=1e9)
     try:
@@ -152,13 +149,10 @@ def test_forward_does_not_wait_for_updates_of_later_units(
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     gate, began, opened, finish = threading.Event(), list[bool](), list[bool](), Crew._finish
 
-    def held_up(self: Crew, staged: Staged, weight: torch.Tensor) -> None:
-        def late() -> None:
+    def held_up(self: Crew, staged: Staged) -> None:
+        if staged.job.part.params[0].name.startswith("blocks.2."):
             opened.append(gate.wait(10))
-            finish(self, staged, weight)
-
-        last = staged.job.part.params[0].name.startswith("blocks.2.")
-        threading.Thread(target=late).start() if last else finish(self, staged, weight)
+        finish(self, staged)
 
     monkeypatch.setattr(Crew, "_finish", held_up)
     model = make_model()

@@ -8,8 +8,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,18 +16,18 @@ from torch import Tensor
 
 from zeroshard.count.shapes import share_of
 from zeroshard.errors import StateError, TierError
-from zeroshard.native import AdamRows, Team, Workers, adam_update, sgd_update
+from zeroshard.native import AdamRows, Copy, Signs, Team, Trip, Workers, adam_update, sgd_update
 from zeroshard.tier import Arena, Copies, Mark, Paging, Stage
 
-from .due import Countdown, Job, Staged, next_of
-from .part import Part
+from .due import Job, Staged, next_of
+from .part import Part, Strip
 
-AT_ONCE = 2  # parts that are updated
-AHEAD = 2  # parts on their way to the host while one is updated
+COURIERS = 4  # parts in hand: on their way to the host, updated, or sent back
 
 
 class Crew:
-    """A thread that stages, and the workers that update, by themselves or through a `team`.
+    """Couriers, each of which carries one part at a time from the device to the device; a native `team`, or
+    `workers` where there is none, updates what they bring.
 
     What forward asks for first comes first: mostly what lands last in backward, and all of the root, which
     forward begins with. So the host may fall behind during backward and catch up during forward, and the two
@@ -39,32 +38,38 @@ class Crew:
         self,
         arena: Arena,
         copies: Copies,
-        workers: Workers,
-        team: Team | None = None,
+        by: Team | Workers,
         paging: Paging | None = None,
     ) -> None:
-        self.arena, self.copies, self.workers, self.team, self.paging = arena, copies, workers, team, paging
+        self.arena, self.copies, self.paging = arena, copies, paging
+        self.team = by if isinstance(by, Team) else None
+        self.workers = by if isinstance(by, Workers) else None
         self._failure: tuple[str, BaseException] | None = None
         self._due: list[Job] = []
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._come, self._gone = threading.Condition(lock), threading.Condition(lock)  # more is due; less is
         self._closing = False
-        self._busy = threading.Semaphore(AT_ONCE)
+        self._boarding = False  # a courier waits for the staging memory of what it has taken up
         self._showing = threading.Lock()  # whether a part holds its weights back is asked and told under it
         if paging is not None:
             paging.failed = self._fail_at
-        self._thread = threading.Thread(target=self._run, name="zeroshard-offload", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"zeroshard-courier-{number}", daemon=True)
+            for number in range(COURIERS)
+        ]
+        for thread in self._threads:
+            thread.start()
         _alive.add(self)
 
     # ------------------------------------------------------------------ the training thread's side
 
     def submit(self, job: Job, backlog: int | None = None) -> None:
         """Make an update due. `backlog`: while so many wait on the device, this one is not added."""
-        with self._changed:
+        with self._come:
             while backlog is not None and len(self._due) >= backlog and self._failure is None:
-                self._changed.wait(1.0)
+                self._gone.wait(1.0)
             self._due.append(job)
-            self._changed.notify_all()
+            self._come.notify()
 
     def let_go(self, part: Part, free: Mark) -> None:
         """New weights that a part holds back may show, from the moment `free` on."""
@@ -88,76 +93,138 @@ class Crew:
 
     def close(self) -> None:
         """End the threads, after what is due."""
-        with self._changed:
+        with self._come:
             self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        self.workers.close()
-        if self.team is not None:
-            self.team.close()
+            self._come.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for served in (self.workers, self.team):
+            if served is not None:
+                served.close()
 
     def halt(self) -> None:
         """The interpreter ends: drop what is due, and leave no thread behind."""
         self._closing = True
         self._fail(None, StateError("the interpreter is ending"))
-        self._thread.join(timeout=10)
+        for thread in self._threads:
+            thread.join(timeout=10)
 
-    # ------------------------------------------------------------------ the workers' side
+    # ------------------------------------------------------------------ the couriers' side
 
     def _run(self) -> None:
         if self.copies.device.type == "cuda":
             torch.cuda.set_device(self.copies.device)
-        staged: deque[Staged] = deque()
-        held: Job | None = None  # for which there was no room
-        while self._wait_for_work(bool(staged) or held is not None):
-            job = None
+        arrived = self.copies.mark()
+        while (job := self._take_up()) is not None:
             try:
-                while len(staged) < AHEAD and (job := held or self._next_due(idle=not staged)) is not None:
-                    held = None
-                    blocked = bool(staged) and job.reader is not None  # [Note: saved meanwhile]
-                    stage = None if blocked else self.arena.take(job.part.stage_bytes, wait=not staged)
-                    if stage is None:  # what is staged has to go on first
-                        held = job
-                        break
-                    staged.append(self._stage(job, stage))
-                job = staged[0].job
-                self._update(staged.popleft())
+                self._carry(Staged(job, self._board(job), arrived))
             except BaseException as error:  # it must reach the training thread, whatever it is
-                self._fail(job.part if job is not None else None, error)
+                self._fail(job.part, error)
+            del job  # it holds a gradient, which may not outlive its update while the next is waited for
+
+    def _take_up(self) -> Job | None:
+        """The next job, as soon as there is one; None when there will be none."""
+        with self._come:
+            while self._failure is None and (self._boarding or not self._due):
+                if self._closing and not self._due:
+                    return None
+                self._come.wait()
             if self._failure is not None:
-                return
-            job = None
-
-    def _wait_for_work(self, staged: bool) -> bool:
-        with self._changed:
-            while not staged and not self._due and not self._closing:
-                self._changed.wait()
-            return staged or bool(self._due)
-
-    def _next_due(self, idle: bool) -> Job | None:
-        with self._changed:
-            at = next_of(self._due, idle)
-            if at is None:
                 return None
-            self._changed.notify_all()
-            return self._due.pop(at)
+            self._boarding = True
+            self._gone.notify_all()
+            return self._due.pop(next_of(self._due))
 
-    def _stage(self, job: Job, stage: Stage) -> Staged:
-        """Send a part's gradient to the host; with a split master its weights too, which are the master's
-        other half. State that rests on the disk is read meanwhile."""
-        part = job.part
+    def _board(self, job: Job) -> Stage:
+        """Staging memory for a job. Who comes first is served first, or large parts would wait for ever."""
+        stage = self.arena.take(job.part.stage_bytes)
+        with self._come:
+            self._boarding = False
+            if self._closing:
+                self._come.notify_all()
+            elif self._due:
+                self._come.notify()
+        return stage
+
+    def _carry(self, staged: Staged) -> None:
+        job, part = staged.job, staged.job.part
         if job.reader is not None:
             job.reader.copied_of(part)
         if job.held:
             part.ready.wait_on_host()  # the weights before have left this memory
         part.fetch()
-        to, of = [stage.view(part.grad_dtype, part.numel)], [job.flat[: part.numel]]
-        there = job.held and job.taken is not None  # what is taken back left its weights there
-        if part.splits and not part.paged and not there:
+        self._update(staged)
+        self._finish(staged)
+
+    def _update(self, staged: Staged) -> None:
+        """Bring a part's gradient and update its elements: all in one call of the team, which sends the
+        weights back as well, where nothing has to be done in between."""
+        job, part, stage = staged.job, staged.job.part, staged.stage
+        by: Team | Trip | None = self._trip(staged) if self._trips(job) else self.team
+        if not isinstance(by, Trip):
+            self._fetch(staged)
+        grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(job, stage)
+        share = max(part.numel, 1) if self.workers is None else share_of(part.numel, len(self.workers))
+        tasks = []
+        for run, step, taken in job.steps():
+            for start in range(run.start, run.stop, share):
+                stop = min(start + share, run.stop)
+                state = part.share(start, stop)
+                update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
+                whole = stop - start == part.numel
+                rows = (grad, weight) if whole else (grad[start:stop], weight[start:stop])
+                tasks.append(partial(update, state, *rows, step, taken=taken, team=by))
+        if self.workers is not None:
+            self.workers.run(tasks)
+            return
+        for task in tasks:
+            task()
+
+    def _trips(self, job: Job) -> bool:
+        """Whether nothing has to be done between the copies and the update; see [Note: without the
+        interpreter] in `native`. Padding of 8-bit moments has to be cleared, a page waited for."""
+        part = job.part
+        return (
+            self.team is not None
+            and self.copies.native
+            and part.disk is None
+            and not part.coded
+            and part.targets[0].device == job.flat.device
+            and job.flat.dtype == part.grad_dtype
+            and any(run.start < run.stop for run, _, _ in job.steps())
+        )
+
+    def _trip(self, staged: Staged) -> Trip:
+        job, part, stage = staged.job, staged.job.part, staged.stage
+        assert self.team is not None
+        weight, width = self._weights_in(job, stage), part.weight_dtype.itemsize
+        out = [Copy(stage.memory.data_ptr(), job.flat.data_ptr(), part.numel * part.grad_dtype.itemsize)]
+        if _reads_weights(job):
+            out += [Copy(here, there, n) for there, here, n in _ways(part.strips, weight, width)]
+        back = _ways(part.strips_of(part.used), weight, width) if part.held is None else []
+        if part.sign is None:
+            part.sign = self.copies.mark()
+        roads, updates = self.copies.roads, sum(run.start < run.stop for run, _, _ in job.steps())
+        signs = None
+        if roads is not None:
+            assert staged.arrived.handle is not None
+            assert part.sign.handle is not None
+            signs = Signs(roads, job.landed.handle, staged.arrived.handle, part.sign.handle)
+        return Trip(self.team, out, back, updates, signs)
+
+    def _fetch(self, staged: Staged) -> None:
+        """Send a part's gradient to the host; with a split master its weights too, which are the master's
+        other half. State that rests on the disk is read meanwhile."""
+        job, part, stage = staged.job, staged.job.part, staged.stage
+        grad = stage.view(part.grad_dtype, part.numel)
+        to, of = [grad], [job.flat[: part.numel]]
+        if _reads_weights(job):
             weights = self._weights_in(job, stage)
             to += [weights[strip.start : strip.stop] for strip in part.strips]
             of += [strip.target for strip in part.strips]
-        return Staged(job, stage, self.copies.out(to, of, job.landed))
+        self.copies.out(to, of, job.landed).wait_on_host()
+        part.arrive()
+        part.clear_padding(grad, self._weights_in(job, stage))
 
     @staticmethod
     def _weights_in(job: Job, stage: Stage) -> Tensor:
@@ -167,52 +234,18 @@ class Crew:
         offset = 0 if part.in_place else part.numel * part.grad_dtype.itemsize
         return stage.view(part.weight_dtype, part.numel, offset)
 
-    def _update(self, staged: Staged) -> None:
-        """Hand out a part's elements: to a worker that hands them on to the team, or share by share to all
-        workers where there is none. Whoever finishes last sends the weights back.
-
-        Two parts are in the workers' hands at a time, so that no thread idles while the last share of a part
-        is done.
-        """
-        part, stage = staged.job.part, staged.stage
-        staged.arrived.wait_on_host()
-        part.arrive()
-        grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(staged.job, stage)
-        part.clear_padding(grad, weight)
-        share = share_of(part.numel, len(self.workers)) if self.team is None else max(part.numel, 1)
-        shares = [
-            (step, taken, at, min(at + share, run.stop))
-            for run, step, taken in staged.job.steps()
-            for at in range(run.start, run.stop, share)
-        ]
-        self._busy.acquire()
-        if not shares:  # this rank has no rows of any of them
-            self._finish(staged, weight)
-            return
-        left = Countdown(len(shares), partial(self._finish, staged, weight))
-        for step, taken, start, stop in shares:
-            state = part.share(start, stop)
-            update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
-            given = state, grad[start:stop], weight[start:stop], step
-            task = partial(update, *given, taken=taken, team=self.team)
-            self.workers.submit(partial(self._work, part, task, left))
-
-    def _work(self, part: Part, task: Callable[[], None], left: Countdown) -> None:
-        try:
-            task()
-            left.one_done()
-        except BaseException as error:
-            self._fail(part, error)
-
-    def _finish(self, staged: Staged, weight: Tensor) -> None:
-        part = staged.job.part
+    def _finish(self, staged: Staged) -> None:
+        job, part = staged.job, staged.job.part
+        weight = self._weights_in(job, staged.stage)
         part.leave()
         with self._showing:
-            if not part.holding:
+            if part.held is None and self._trips(job):
+                assert part.sign is not None
+                part.ready = part.sign  # they have been sent
+            elif not part.holding:
                 self._show(part, weight)
             self.arena.give(staged.stage, part.ready)
-            self._busy.release()
-            staged.job.done.set()
+            job.done.set()
 
     def _show(self, part: Part, weight: Tensor) -> None:
         """Send new weights to where the next forward finds them."""
@@ -230,9 +263,24 @@ class Crew:
         self.arena.fail(error)
         if self.paging is not None:
             self.paging.fail(label, error)
-        self._busy.release()
-        with self._changed:
-            self._changed.notify_all()
+        with self._come:
+            self._come.notify_all()
+            self._gone.notify_all()
+
+
+def _reads_weights(job: Job) -> bool:
+    """Whether an update needs the weights of the device. What is taken back left its own where it is."""
+    left = job.held and job.taken is not None
+    return job.part.splits and not job.part.paged and not left
+
+
+def _ways(strips: Sequence[Strip], weight: Tensor, width: int) -> list[Copy]:
+    """Of weights to the device."""
+    start = weight.data_ptr()
+    return [
+        Copy(s.target.data_ptr(), start + s.start * width, (s.stop - s.start) * width)
+        for s in strips
+    ]
 
 
 _alive: weakref.WeakSet[Crew] = weakref.WeakSet()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,20 +50,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Staged:
-    """An update whose gradient is on its way to the host."""
+    """An update that a courier carries. `arrived`: the courier's own mark of when its gradient is here."""
 
     job: Job
     stage: Stage
     arrived: Mark
 
 
-def next_of(due: Sequence[Job], idle: bool) -> int | None:
+def next_of(due: Sequence[Job]) -> int:
     """Which of the jobs, in the order in which they were launched, the host takes next. Of those whose
     gradient is there, the one whose weights forward asks for first; of several, or before any forward has
     asked, the newest.
 
     The training thread launches far ahead of the device, so the newest job may be the last to be ready: where
-    none is ready, an idle host takes the oldest, which will be first.
+    none is ready, the oldest, which will be first.
 
     Jobs from before a save lie in front of those with a reader, and go first; see [Note: saved
     meanwhile]."""
@@ -72,18 +72,5 @@ def next_of(due: Sequence[Job], idle: bool) -> int | None:
     ready = bisect_left(due, True, key=lambda job: not job.landed.passed())
     if ready:
         return min(range(ready), key=lambda at: (due[at].part.turn, -at))
-    return 0 if idle and due else None
+    return 0
 
-
-class Countdown:
-    """Calls `then` when `count` things are done."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._count, self._then, self._lock = count, then, threading.Lock()
-
-    def one_done(self) -> None:
-        with self._lock:
-            self._count -= 1
-            last = self._count == 0
-        if last:
-            self._then()

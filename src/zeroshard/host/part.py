@@ -160,6 +160,7 @@ class Part(Guarded):
     holding: bool = False  # an update under way or done leaves its weights there
     free: Mark = field(default_factory=Mark)  # from when on `targets` may be written
     ready: Mark = field(default_factory=Mark)
+    sign: Mark | None = None  # its own, which C code sets when it has sent the weights
     done: threading.Event = field(default_factory=threading.Event)
     known: bool = True  # whether the training thread has waited for the last update that was begun
     turn: int = 0  # as which of all parts forward last asked for its weights

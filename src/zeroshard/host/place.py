@@ -33,7 +33,7 @@ from zeroshard.routes import bucket_limit, codec_for
 from zeroshard.tier import Arena, Copies, Page, Paging, Scratch, Streaming, Stretch, pinned
 from zeroshard.tier.pool import Ledger
 
-from .crew import AT_ONCE, Crew
+from .crew import Crew
 from .eligible import check_kernels, form_of, no_kernel, overlaps
 from .form import Form
 from .landing import HostGradients
@@ -427,9 +427,7 @@ class Host:
             self.ledger.book("buckets", squares.nbytes)
             for number, part in enumerate(early):
                 part.room = squares[number], squares[-1]
-        team = Team.open(threads)
-        workers = Workers(threads if team is None else AT_ONCE)
-        crew = Crew(arena, self.copies, workers, team, self.paging)
+        crew = Crew(arena, self.copies, Team.open(threads) or Workers(threads), self.paging)
         self.updates = HostUpdates(self.parts, crew, clip, self.offload.undo)
 
     def close(self) -> None:

@@ -88,8 +88,17 @@ class Touched(ctypes.Structure):
     _fields_ = _fields("i64: count width; ptr: words found; u32: mask", _TYPES)
 
 
+class Device(ctypes.Structure):
+    _fields_ = _fields("ptr: copy record follow wait", _TYPES)
+
+
 class Errand(ctypes.Structure):
-    _fields_ = _fields("ptr: team record; i64: share; i32: kernel", _TYPES)
+    _fields_ = _fields(
+        "ptr: team record; i64: share; ptr: device;"
+        "i64: outs; ptr: out_to out_source out_bytes; i64: backs; ptr: back_to back_source back_bytes;"
+        "ptr: leaving coming landed arrived ready; i32: kernel error",
+        _TYPES,
+    )
 
 
 RECORDS: dict[str, type[ctypes.Structure]] = {
@@ -115,4 +124,4 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 7 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 8 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))

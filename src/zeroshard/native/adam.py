@@ -16,7 +16,7 @@ from zeroshard.errors import OptionError
 
 from . import abi, checks, fallback, loader, moments8, pages
 from .master import Ties, check_master, weight_kind
-from .team import Team
+from .team import Runs
 
 
 def to_f32(value: float) -> float:
@@ -161,7 +161,7 @@ def adam_update(
     start: int = 0,
     stop: int | None = None,
     ties: Ties = "even",
-    team: Team | None = None,
+    team: Runs | None = None,
 ) -> None:
     """Update rows start..stop of `state` with `grad`, and write the new master, rounded, to `weight`.
 
@@ -192,7 +192,7 @@ def adam_update(
     call("adam", record, now, before, team)
 
 
-def call(name: str, record: Callable[[Any], Any], now: Any, before: Any, team: Team | None) -> None:
+def call(name: str, record: Callable[[Any], Any], now: Any, before: Any, team: Runs | None) -> None:
     """Run a kernel on the record of the numbers `now`, with that of `before`, which are taken back first."""
     taken: Any = None if before is None else record(before)
     made: Any = taken if now is None else record(now)

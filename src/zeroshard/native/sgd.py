@@ -14,7 +14,7 @@ from zeroshard.errors import OptionError
 from . import abi, checks, fallback, loader
 from .adam import address, call, to_f32
 from .master import Ties, check_master, weight_kind
-from .team import Team
+from .team import Runs
 
 
 class SgdNumbers(NamedTuple):
@@ -100,7 +100,7 @@ def sgd_update(
     start: int = 0,
     stop: int | None = None,
     ties: Ties = "even",
-    team: Team | None = None,
+    team: Runs | None = None,
 ) -> None:
     """Update rows start..stop of `state` with `grad`, and write the new master, rounded, to `weight`;
     arguments as in `adam_update`."""

@@ -1,6 +1,8 @@
 /* Threads that share an update out among themselves, so that Python hands over a whole part and not each
  * share of it: a share costs a lock here, and about 100 microseconds of the interpreter there, which the
- * thread that launches kernels has to wait for. Included where the kernels are defined. */
+ * thread that launches kernels has to wait for. For the same reason the caller's thread can fetch the gradient
+ * before the update and send the weights back behind it, without coming back to Python in between. Included
+ * where the kernels are defined. */
 #ifndef ZEROSHARD_TEAM_H
 #define ZEROSHARD_TEAM_H
 
@@ -29,11 +31,31 @@ struct team {
     pthread_t threads[];
 };
 
+struct device {           /* functions of CUDA's runtime, which Python has looked up; each returns 0 or an error */
+    int (*copy)(void *to, const void *from, size_t bytes, int kind, void *stream);
+    int (*record)(void *event, void *stream);
+    int (*follow)(void *stream, void *event, unsigned flags);
+    int (*wait)(void *event);
+};
+
+struct copies {
+    int64_t count;
+    void *const *to;
+    const void *const *from;
+    const int64_t *bytes;
+};
+
 struct errand {           /* team: what Python asks for */
     struct team *team;
     const void *record;
     int64_t share;
+    const struct device *device; /* none: the copies are within the CPU's memory, and the rest means nothing */
+    struct copies out, back;     /* before the update, and after it */
+    void *leaving, *coming;      /* streams of the two */
+    void *landed;                /* event from when on there is something to fetch */
+    void *arrived, *ready;       /* events to record behind the two */
     int32_t kernel;
+    int32_t error;               /* of the device */
 };
 
 /* The pointer `elements` further on, for elements of `bytes`; nothing stays nothing. */
@@ -128,9 +150,38 @@ EXPORT void *zs_team_open(int32_t size) {
 
 EXPORT void zs_team_close(void *team) { team_end(team); }
 
-/* Returns when the update is done. Several threads may ask at once; the first to ask is served first. */
-EXPORT void zs_team(struct errand *errand) {
-    struct team *team = errand->team;
+enum { ANY_WAY = 4 };     /* cudaMemcpyDefault: the addresses say which way */
+
+static int run_copies(const struct device *device, const struct copies *copies, void *stream) {
+    for (int64_t i = 0; i < copies->count; i++) {
+        const size_t bytes = (size_t)copies->bytes[i];
+        if (!device) memcpy(copies->to[i], copies->from[i], bytes);
+        else {
+            const int error = device->copy(copies->to[i], copies->from[i], bytes, ANY_WAY, stream);
+            if (error) return error;
+        }
+    }
+    return 0;
+}
+
+/* Returns when what was fetched is here. */
+static int fetch(const struct errand *e) {
+    int error = 0;
+    if (e->device && e->landed) error = e->device->follow(e->leaving, e->landed, 0);
+    if (!error) error = run_copies(e->device, &e->out, e->leaving);
+    if (!error && e->device) error = e->device->record(e->arrived, e->leaving);
+    if (!error && e->device) error = e->device->wait(e->arrived);
+    return error;
+}
+
+/* Returns when all is on its way. */
+static int send(const struct errand *e) {
+    int error = run_copies(e->device, &e->back, e->coming);
+    if (!error && e->device) error = e->device->record(e->ready, e->coming);
+    return error;
+}
+
+static void team_update(struct team *team, const struct errand *errand) {
     struct work work = {errand->record, errand->kernel, 0, errand->share, 0, 0, 0};
     work.count = work.left = *(const int64_t *)errand->record; /* the count is every record's first field */
     if (work.count <= 0) return;
@@ -141,6 +192,13 @@ EXPORT void zs_team(struct errand *errand) {
     pthread_cond_broadcast(&team->come);
     while (work.left) pthread_cond_wait(&team->done, &team->lock);
     pthread_mutex_unlock(&team->lock);
+}
+
+/* Returns when the update is done. Several threads may ask at once; the first to ask is served first. */
+EXPORT void zs_team(struct errand *errand) {
+    if (errand->out.count && (errand->error = fetch(errand))) return;
+    team_update(errand->team, errand);
+    if (errand->back.count) errand->error = send(errand);
 }
 
 #endif

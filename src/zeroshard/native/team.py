@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Protocol
 
 from zeroshard.errors import OptionError, StateError
 
@@ -12,6 +13,12 @@ from . import abi, loader
 
 _KERNELS = {"adam": 0, "adam_back": 1, "sgd": 2, "sgd_back": 3}  # as in team.h
 _PAGE, _LEAST, _TURNS = 4096, 1 << 15, 4
+
+
+class Runs(Protocol):
+    """Who runs a kernel over its record: a team, or a trip of one."""
+
+    def run(self, kernel: str, record: ctypes.Structure) -> None: ...
 
 
 class Team:
@@ -40,8 +47,10 @@ class Team:
         so few that a thread whose core was busy elsewhere holds up no other."""
         return max(_LEAST, -(-numel // (self._threads * _TURNS * _PAGE)) * _PAGE)
 
-    def run(self, kernel: str, record: ctypes.Structure) -> None:
-        """Run a kernel over its record, all threads together; returns when it is done."""
+    def run(self, kernel: str, record: ctypes.Structure, errand: abi.Errand | None = None) -> None:
+        """Run a kernel over its record, all threads together; returns when it is done. `errand`: with the
+        copies around it."""
+        errand = abi.Errand() if errand is None else errand
         with self._lock:
             handle = self._handle  # `close` takes it away, and waits for those who have it
             if handle is None:
@@ -49,7 +58,8 @@ class Team:
             self._asking += 1
         try:
             count: int = record.count
-            errand = abi.Errand(handle, ctypes.addressof(record), self.share_of(count), _KERNELS[kernel])
+            errand.team, errand.record = handle, ctypes.addressof(record)
+            errand.share, errand.kernel = self.share_of(count), _KERNELS[kernel]
             self._calls.run(ctypes.byref(errand))
         finally:
             with self._lock:

@@ -62,9 +62,9 @@ def unscale(optimizer: Optimizer) -> None:
 
 
 class _Arrived(grad_scaler._MultiDeviceReplicator):
-    """What a scaler on a GPU tells of itself to gradients that rest on the host. Torch copies it there without
-    waiting, into locked memory, and computes with it at once: with whatever was there before, on a busy
-    GPU."""
+    """What a scaler on a GPU tells of itself to gradients that rest on the host. Torch copies it there
+    without waiting, into locked memory, and computes with it at once: with whatever was there before, on a
+    busy GPU."""
 
     def get(self, device: torch.device) -> torch.Tensor:
         found = super().get(device)

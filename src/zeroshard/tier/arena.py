@@ -39,9 +39,8 @@ class Arena:
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
 
-    def take(self, nbytes: int, wait: bool = True) -> Stage | None:
-        """A stage of so many bytes whose last copies are done. Where there is no room: waits for it, or
-        None."""
+    def take(self, nbytes: int) -> Stage:
+        """A stage of so many bytes whose last copies are done; waits for room."""
         size = max(-(-nbytes // LINE), 1) * LINE
         assert size <= self.nbytes
         with self._changed:
@@ -50,8 +49,6 @@ class Arena:
                     raise TierError(
                         "the host update failed, so its staging memory never came free."
                     ) from self._broken
-                if not wait:
-                    return None
                 self._changed.wait(1.0)
             start, marks = span.start, list(span.marks)
             span.start += size

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.native import Roads, cudart
+
 
 class Mark:
     """A moment on a copy stream. On the CPU every moment has passed."""
@@ -32,6 +34,11 @@ class Mark:
     def passed(self) -> bool:
         return self._event is None or self._event.query()
 
+    @property
+    def handle(self) -> int | None:
+        """CUDA's own, of an event that was recorded once."""
+        return None if self._event is None else int(self._event.cuda_event)
+
 
 class Copies:
     """Two directions of copies for one device."""
@@ -41,6 +48,18 @@ class Copies:
         cuda = device.type == "cuda"
         self.out_stream = torch.cuda.Stream(device) if cuda else None
         self.in_stream = torch.cuda.Stream(device) if cuda else None
+        self.roads = self._roads()
+
+    @property
+    def native(self) -> bool:
+        """Whether C code can copy by itself; see [Note: without the interpreter] in `native/trip.py`."""
+        return self._delay is None and (self.out_stream is None or self.roads is not None)
+
+    def _roads(self) -> Roads | None:
+        found = None if self.out_stream is None else cudart.functions()
+        if found is None or self.out_stream is None or self.in_stream is None:
+            return None
+        return Roads(found, self.out_stream.cuda_stream, self.in_stream.cuda_stream)
 
     def out(self, host: Sequence[Tensor], device: Sequence[Tensor], after: Mark) -> Mark:
         """Copy to the host what the device has computed by the moment `after`."""
@@ -56,6 +75,14 @@ class Copies:
             return Mark()
         event = torch.cuda.Event()
         event.record()
+        return Mark(event)
+
+    def mark(self) -> Mark:
+        """A moment that C code sets anew: until then, now. A thread that waits for it sleeps."""
+        if self.out_stream is None:
+            return Mark()
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.out_stream)
         return Mark(event)
 
     @torch.no_grad()
