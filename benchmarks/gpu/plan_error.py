@@ -47,6 +47,7 @@ def cases(args):
                 "seq": args.seq,
                 "steps": args.steps,
                 "brief": args.brief,
+                "details": args.details,
             }
 
 
@@ -244,6 +245,7 @@ def parsed(argv):
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4, help="at least, after some to warm up")
     parser.add_argument("--brief", action="store_true", help="for memory: no steady state, no details")
+    parser.add_argument("--details", action="store_true", help="also where memory is at its peak, and phases")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--budget", type=float, default=540, help="seconds; no case begins after them")
     parser.add_argument("--case-seconds", type=float, default=120, help="a case that takes longer is ended")

@@ -154,7 +154,8 @@ def steadied(step, run):
 
 def measured(case, rows, options, device):
     torch.manual_seed(0)
-    told = {"resident": {"start": resident()}}
+    told = {"resident": {"start": resident()}, "spent": {}}
+    spent, at = told["spent"], time.perf_counter()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = meta_model(case["size"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -163,6 +164,7 @@ def measured(case, rows, options, device):
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     del ids
     told["resident"]["sharded"] = resident()
+    spent["sharding"] = time.perf_counter() - at
 
     def step(stops=False):
         marks = [time.perf_counter()]
@@ -184,8 +186,10 @@ def measured(case, rows, options, device):
         return dict(zip(("forward", "backward", "update"), (b - a for a, b in pairwise(marks)), strict=False))
 
     try:
+        at = time.perf_counter()
         step()
         told["resident"]["first"] = resident()
+        spent["first step"] = time.perf_counter() - at
         times, calls = [], []  # of calls: until they return, the device may be behind
         if case.get("brief"):
             step()
@@ -220,11 +224,13 @@ def measured(case, rows, options, device):
         if device.type == "cuda":
             counted = torch.cuda.memory_stats()
             told |= {what: counted[f"{what}_bytes.all.peak"] for what in ("active", "requested")}
-        if not case.get("brief"):
+        if not case.get("brief") and case.get("details", True):
             in_detail(step, run, told)
         return told
     finally:
+        at = time.perf_counter()
         end(run)
+        spent["ending"] = time.perf_counter() - at
 
 
 def end(run):
