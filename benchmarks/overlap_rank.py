@@ -151,9 +151,10 @@ def build(task: Task, recorder: Recorder) -> Any:
 def slow_down(host: Any, seconds: float, recorder: Recorder) -> None:
     """Make the updates of all parts together take so long, and note when training waits for them."""
     update, wait, each = host.crew._update, host.wait, seconds / len(host.parts)
+    one = threading.Lock()  # one host, whoever brings it a part
 
     def slowly(staged: Any) -> None:
-        with recorder.span("host"):
+        with one, recorder.span("host"):
             time.sleep(each)
             update(staged)
 
@@ -170,10 +171,12 @@ def train(task: Task, options: dict[str, Any]) -> Record:
 
     import zeroshard as zs
     from zeroshard.comm import Counters
+    from zeroshard.tier import Copies
 
     recorder = Recorder()
     model = build(task, recorder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    Copies.native = False  # type: ignore[method-assign,assignment]  # updates that Python can slow down
     run = zs.shard(model, optimizer, transport="gloo", **options)
     if run._runtime.host is not None:
         slow_down(run._runtime.host.updates, task.update, recorder)

@@ -188,8 +188,7 @@ def test_a_failure_on_the_host_is_raised_in_the_training_thread(
 ) -> None:
     owner, name, function = BREAKS[what]
     few = zs.Offload(stages=2, stage_bytes=4096, threads=2)
-    if "copy" in what:  # those that C code makes by itself have a test of their own
-        monkeypatch.setattr(Copies, "native", False)
+    monkeypatch.setattr(Copies, "native", False)  # couriers in C have a test of their own
     model, optimizer, run = offloaded(clip_norm=clip, offload=few)
 
     def train() -> None:
@@ -210,7 +209,8 @@ def test_a_failure_on_the_host_is_raised_in_the_training_thread(
 
 
 def fail_on_rank_one() -> str:
-    model, optimizer, run = offloaded(stage=3)
+    with patch.object(Copies, "native", False):
+        model, optimizer, run = offloaded(stage=3)
     step = 0
     try:
         with patch.object(crew, "adam_update", after(30 if run.rank else 10**6, crew.adam_update)):
@@ -231,8 +231,9 @@ def test_a_failure_on_one_of_two_ranks_ends_both() -> None:
     assert told[0].kind == "RankError"
 
 
-def test_threads_end_with_the_run() -> None:
+def test_threads_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before = zeroshard_threads()
+    monkeypatch.setattr(Copies, "native", False)
     model, optimizer, run = offloaded()
     assert len(zeroshard_threads()) == len(before) + crew.COURIERS
     model(batch(0, 0)).backward()

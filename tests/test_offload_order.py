@@ -22,9 +22,9 @@ from zeroshard.host.crew import Crew
 from zeroshard.host.due import Job, Staged, next_of
 from zeroshard.host.part import joined
 from zeroshard.host.updates import HostUpdates
-from zeroshard.native import adam_update
+from zeroshard.native import Post, adam_update
 from zeroshard.run.snapshot import host_parts
-from zeroshard.tier import Stage
+from zeroshard.tier import Copies, Stage
 
 
 class _Mark:
@@ -115,6 +115,7 @@ def test_what_forward_asks_for_first_is_updated_first(monkeypatch: pytest.Monkey
         asked.append(part.params[0].name)  # type: ignore[attr-defined]
         ask(self, part)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(Copies, "native", False)  # couriers in C have a test of their own
     monkeypatch.setattr(Crew, "_board", boards)
     monkeypatch.setattr(HostUpdates, "ask", asks)
     run = zs.shard(model, optimizer, offload=zs.Offload(stage_bytes=2048), clip_norm=1e9)
@@ -154,6 +155,7 @@ def test_forward_does_not_wait_for_updates_of_later_units(
             opened.append(gate.wait(10))
         finish(self, staged)
 
+    monkeypatch.setattr(Copies, "native", False)
     monkeypatch.setattr(Crew, "_finish", held_up)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -210,21 +212,32 @@ def test_which_runs_wait_for_all_updates_before_a_forward(
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("moments", ["float32", "int8"])
+@pytest.mark.parametrize(("moments", "native"), [("float32", True), ("float32", False), ("int8", False)])
 def test_a_background_save_does_not_wait_for_updates_and_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Any, native: bool
 ) -> None:
-    gate, copying, fill = threading.Event(), threading.Event(), Image.fill
+    gate, copying, fill, send = threading.Event(), threading.Event(), Image.fill, Post.send
 
     def update(*given: Any, **more: Any) -> None:
         assert gate.wait(30)
         adam_update(*given, **more)
 
+    def send_late(*given: Any) -> None:
+        def late() -> None:
+            assert gate.wait(30)
+            send(*given)
+
+        send(*given) if gate.is_set() else threading.Thread(target=late).start()
+
     def filled(*given: Any) -> None:
         copying.set()
         fill(*given)
 
-    monkeypatch.setattr(crew, "adam_update", update)
+    if native:
+        monkeypatch.setattr(Post, "send", send_late)
+    else:
+        monkeypatch.setattr(Copies, "native", False)
+        monkeypatch.setattr(crew, "adam_update", update)
     monkeypatch.setattr(Image, "fill", filled)
     for background in (True, False):
         model = make_model()

@@ -1,7 +1,7 @@
 """What the host's updates cost the thread that launches: a model on the host, run in several ways by turns.
 
     python benchmarks/gpu/beside.py                                   # 0.4 B, recomputed and not
-    python benchmarks/gpu/beside.py --rounds 3 --ways none now blocking
+    python benchmarks/gpu/beside.py --rounds 3 --ways none now "8 threads"
     python benchmarks/gpu/beside.py --device cpu --size tiny --seq 32 --rounds 1
 
 Of every way the step and the calls of forward and backward, as medians over the rounds, beside those of the
@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -23,74 +24,34 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "src
 from plan_one import clean, load_kernels, measured, options_of, warm_up  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
-from zeroshard.native.workers import Workers  # noqa: E402
+from zeroshard.tier import Copies  # noqa: E402
 
 
 @contextmanager
-def blocking():
-    """A thread that waits for a copy sleeps, where CUDA's default is to spin on a core."""
-    own = torch.cuda.Event
-    torch.cuda.Event = lambda **told: own(**{"blocking": True} | told)
-    try:
+def couriers_in_python():
+    """Copies, waits and what lies between them as calls of threads that want the interpreter."""
+    with patch.object(Copies, "native", False):
         yield
-    finally:
-        torch.cuda.Event = own
-
-
-@contextmanager
-def switching(seconds=0.0005):
-    """The interpreter is asked for sooner; its default is 5 ms."""
-    own = sys.getswitchinterval()
-    sys.setswitchinterval(seconds)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(own)
-
-
-@contextmanager
-def inline():
-    """The thread that stages hands updates to the team itself: one thread less that wants the interpreter."""
-    own = Workers.submit
-    Workers.submit = lambda self, task: task()
-    try:
-        yield
-    finally:
-        Workers.submit = own
-
-
-@contextmanager
-def together(*ways):
-    with ways[0](), together(*ways[1:]) if len(ways) > 1 else nullcontext():
-        yield
-
-
-def both():
-    return together(blocking, inline)
 
 
 # By name: threads of the host (None: as many as it takes by itself; 0: nothing is offloaded), and the patch.
 WAYS = {
     "none": (0, nullcontext),
     "now": (None, nullcontext),
-    "blocking": (None, blocking),
-    "switching": (None, switching),
-    "inline": (None, inline),
-    "blocking, inline": (None, both),
+    "couriers in Python": (None, couriers_in_python),
     "12 threads": (12, nullcontext),
     "10 threads": (10, nullcontext),
     "8 threads": (8, nullcontext),
     "6 threads": (6, nullcontext),
-    "8 threads, blocking, inline": (8, both),
 }
 
 
 def run(way, case, device):
-    threads, patch = WAYS[way]
+    threads, how = WAYS[way]
     options = options_of(case | {"offload": "none" if threads == 0 else "host"})
     if threads:
         options["offload"] = zs.Offload(threads=threads)
-    with patch():
+    with how():
         told = measured(case | {"brief": False}, case["rows"], options, device)
     clean(device)
     return {"step": told["step"], **told.get("calls", {})}

@@ -8,21 +8,40 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeroshard.count.shapes import share_of
 from zeroshard.errors import StateError, TierError
-from zeroshard.native import AdamRows, Copy, Signs, Team, Trip, Workers, adam_update, sgd_update
+from zeroshard.native import AdamRows, Team, Trip, Workers, adam_update, sgd_update
+from zeroshard.native.team import Runs
 from zeroshard.tier import Arena, Copies, Mark, Paging, Stage
 
 from .due import Job, Staged, next_of
-from .part import Part, Strip
+from .part import Done, Part
+from .ways import count_of, signs_of, travels, ways_of
 
-COURIERS = 4  # parts in hand: on their way to the host, updated, or sent back
+COURIERS = 4  # as in native/post.h: parts in hand: on their way to the host, updated, or sent back
+
+
+def tasks_of(staged: Staged, by: Runs | None, workers: int | None = None) -> list[Callable[[], None]]:
+    """The updates of a part's elements, in shares for so many workers."""
+    job, part, tasks = staged.job, staged.job.part, list[Callable[[], None]]()
+    grad, weight = staged.grad, staged.weight
+    share = max(part.numel, 1) if workers is None else share_of(part.numel, workers)
+    for run, step, taken in job.steps():
+        for start in range(run.start, run.stop, share):
+            stop = min(start + share, run.stop)
+            state = part.share(start, stop)
+            update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
+            whole = stop - start == part.numel
+            rows = (grad, weight) if whole else (grad[start:stop], weight[start:stop])
+            tasks.append(partial(update, state, *rows, step, taken=taken, team=by))
+    return tasks
 
 
 class Crew:
@@ -59,17 +78,19 @@ class Crew:
         ]
         for thread in self._threads:
             thread.start()
-        _alive.add(self)
+        alive.add(self)
 
     # ------------------------------------------------------------------ the training thread's side
 
-    def submit(self, job: Job, backlog: int | None = None) -> None:
-        """Make an update due. `backlog`: while so many wait on the device, this one is not added."""
+    def submit(self, job: Job, backlog: int | None = None) -> Done:
+        """Make an update due; what tells when it is done. `backlog`: while so many wait on the device, this
+        one is not added."""
         with self._come:
             while backlog is not None and len(self._due) >= backlog and self._failure is None:
                 self._gone.wait(1.0)
             self._due.append(job)
             self._come.notify()
+        return job.done
 
     def let_go(self, part: Part, free: Mark) -> None:
         """New weights that a part holds back may show, from the moment `free` on."""
@@ -79,7 +100,7 @@ class Crew:
             if part.done.is_set():
                 self._show(part, part.held)
 
-    def wait_for(self, done: threading.Event) -> None:
+    def wait_for(self, done: Done) -> None:
         """Until an update is done, or will never be."""
         while not done.wait(0.5):
             self.check()
@@ -114,10 +135,9 @@ class Crew:
     def _run(self) -> None:
         if self.copies.device.type == "cuda":
             torch.cuda.set_device(self.copies.device)
-        arrived = self.copies.mark()
         while (job := self._take_up()) is not None:
             try:
-                self._carry(Staged(job, self._board(job), arrived))
+                self._carry(Staged(job, self._board(job)))
             except BaseException as error:  # it must reach the training thread, whatever it is
                 self._fail(job.part, error)
             del job  # it holds a gradient, which may not outlive its update while the next is waited for
@@ -159,89 +179,40 @@ class Crew:
     def _update(self, staged: Staged) -> None:
         """Bring a part's gradient and update its elements: all in one call of the team, which sends the
         weights back as well, where nothing has to be done in between."""
-        job, part, stage = staged.job, staged.job.part, staged.stage
-        by: Team | Trip | None = self._trip(staged) if self._trips(job) else self.team
-        if not isinstance(by, Trip):
+        trip = self._trip(staged)
+        if trip is None:
             self._fetch(staged)
-        grad, weight = stage.view(part.grad_dtype, part.numel), self._weights_in(job, stage)
-        share = max(part.numel, 1) if self.workers is None else share_of(part.numel, len(self.workers))
-        tasks = []
-        for run, step, taken in job.steps():
-            for start in range(run.start, run.stop, share):
-                stop = min(start + share, run.stop)
-                state = part.share(start, stop)
-                update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
-                whole = stop - start == part.numel
-                rows = (grad, weight) if whole else (grad[start:stop], weight[start:stop])
-                tasks.append(partial(update, state, *rows, step, taken=taken, team=by))
         if self.workers is not None:
-            self.workers.run(tasks)
+            self.workers.run(tasks_of(staged, None, len(self.workers)))
             return
-        for task in tasks:
+        for task in tasks_of(staged, trip or self.team):
             task()
 
-    def _trips(self, job: Job) -> bool:
-        """Whether nothing has to be done between the copies and the update; see [Note: without the
-        interpreter] in `native`. Padding of 8-bit moments has to be cleared, a page waited for."""
-        part = job.part
-        return (
-            self.team is not None
-            and self.copies.native
-            and part.disk is None
-            and not part.coded
-            and part.targets[0].device == job.flat.device
-            and job.flat.dtype == part.grad_dtype
-            and any(run.start < run.stop for run, _, _ in job.steps())
-        )
-
-    def _trip(self, staged: Staged) -> Trip:
-        job, part, stage = staged.job, staged.job.part, staged.stage
-        assert self.team is not None
-        weight, width = self._weights_in(job, stage), part.weight_dtype.itemsize
-        out = [Copy(stage.memory.data_ptr(), job.flat.data_ptr(), part.numel * part.grad_dtype.itemsize)]
-        if _reads_weights(job):
-            out += [Copy(here, there, n) for there, here, n in _ways(part.strips, weight, width)]
-        back = _ways(part.strips_of(part.used), weight, width) if part.held is None else []
-        if part.sign is None:
-            part.sign = self.copies.mark()
-        roads, updates = self.copies.roads, sum(run.start < run.stop for run, _, _ in job.steps())
-        signs = None
-        if roads is not None:
-            assert staged.arrived.handle is not None
-            assert part.sign.handle is not None
-            signs = Signs(roads, job.landed.handle, staged.arrived.handle, part.sign.handle)
-        return Trip(self.team, out, back, updates, signs)
+    def _trip(self, staged: Staged) -> Trip | None:
+        if self.team is None or not travels(staged.job.part, self.copies) or not count_of(staged.job):
+            return None
+        return Trip(self.team, *ways_of(staged), count_of(staged.job), signs_of(staged.job, self.copies))
 
     def _fetch(self, staged: Staged) -> None:
         """Send a part's gradient to the host; with a split master its weights too, which are the master's
         other half. State that rests on the disk is read meanwhile."""
-        job, part, stage = staged.job, staged.job.part, staged.stage
-        grad = stage.view(part.grad_dtype, part.numel)
-        to, of = [grad], [job.flat[: part.numel]]
-        if _reads_weights(job):
-            weights = self._weights_in(job, stage)
-            to += [weights[strip.start : strip.stop] for strip in part.strips]
+        job, part = staged.job, staged.job.part
+        to, of = [staged.grad], [job.flat[: part.numel]]
+        if job.reads_weights:
+            to += [staged.weight[strip.start : strip.stop] for strip in part.strips]
             of += [strip.target for strip in part.strips]
         self.copies.out(to, of, job.landed).wait_on_host()
         part.arrive()
-        part.clear_padding(grad, self._weights_in(job, stage))
-
-    @staticmethod
-    def _weights_in(job: Job, stage: Stage) -> Tensor:
-        part, kept = job.part, job.part.held if job.held else job.part.weights
-        if kept is not None:
-            return kept
-        offset = 0 if part.in_place else part.numel * part.grad_dtype.itemsize
-        return stage.view(part.weight_dtype, part.numel, offset)
+        part.clear_padding(staged.grad, staged.weight)
 
     def _finish(self, staged: Staged) -> None:
-        job, part = staged.job, staged.job.part
-        weight = self._weights_in(job, staged.stage)
+        job, part, weight = staged.job, staged.job.part, staged.weight
+        sent = self.team is not None and travels(part, self.copies) and count_of(job) and part.held is None
         part.leave()
         with self._showing:
-            if part.held is None and self._trips(job):
-                assert part.sign is not None
-                part.ready = part.sign  # they have been sent
+            if sent:
+                assert part.signs is not None
+                part.ready = part.signs[1]
             elif not part.holding:
                 self._show(part, weight)
             self.arena.give(staged.stage, part.ready)
@@ -268,26 +239,15 @@ class Crew:
             self._gone.notify_all()
 
 
-def _reads_weights(job: Job) -> bool:
-    """Whether an update needs the weights of the device. What is taken back left its own where it is."""
-    left = job.held and job.taken is not None
-    return job.part.splits and not job.part.paged and not left
+class Halts(Protocol):
+    def halt(self) -> None: ...
 
 
-def _ways(strips: Sequence[Strip], weight: Tensor, width: int) -> list[Copy]:
-    """Of weights to the device."""
-    start = weight.data_ptr()
-    return [
-        Copy(s.target.data_ptr(), start + s.start * width, (s.stop - s.start) * width)
-        for s in strips
-    ]
-
-
-_alive: weakref.WeakSet[Crew] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_alive.clear)  # a child has none of their threads
+alive: weakref.WeakSet[Halts] = weakref.WeakSet()
+os.register_at_fork(after_in_child=alive.clear)  # a child has none of their threads
 
 
 @atexit.register
 def _halt_all() -> None:
-    for crew in list(_alive):
+    for crew in list(alive):
         crew.halt()

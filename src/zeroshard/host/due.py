@@ -25,7 +25,7 @@ class Job:
     """An update that is due. `landed`: when its gradient is complete on the device. `taken`: an update with
     this gradient that stands, and is taken back first; then without `stretches` that is all. `held`: the
     weights that go with the state are those that its part holds back. `reader`: still copies the state before
-    it. `done`: set when all of it is."""
+    it. `done`: set when all of it is, unless C code carries it."""
 
     part: Part
     flat: Tensor
@@ -47,14 +47,33 @@ class Job:
             return [(run, run.step, None) for run in runs]
         return [(run, run.step, old.step) for run, old in zip(runs, taken, strict=True)]
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether it needs the weights of the device, which are one half of a split master. What is taken
+        back left its own where it is."""
+        left = self.held and self.taken is not None
+        return self.part.splits and not self.part.paged and not left
+
 
 @dataclass(frozen=True)
 class Staged:
-    """An update that a courier carries. `arrived`: the courier's own mark of when its gradient is here."""
+    """An update, and its staging memory: `grad` and `weight` as it has them."""
 
     job: Job
     stage: Stage
-    arrived: Mark
+
+    @property
+    def grad(self) -> Tensor:
+        return self.stage.view(self.job.part.grad_dtype, self.job.part.numel)
+
+    @property
+    def weight(self) -> Tensor:
+        """Where the new weights are written; with a split master, where the old ones are, too."""
+        part, kept = self.job.part, self.job.part.held if self.job.held else self.job.part.weights
+        if kept is not None:
+            return kept
+        offset = 0 if part.in_place else part.numel * part.grad_dtype.itemsize
+        return self.stage.view(part.weight_dtype, part.numel, offset)
 
 
 def next_of(due: Sequence[Job]) -> int:
@@ -73,4 +92,3 @@ def next_of(due: Sequence[Job]) -> int:
     if ready:
         return min(range(ready), key=lambda at: (due[at].part.turn, -at))
     return 0
-

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -133,6 +133,20 @@ class PagedMaster:
             self._weight[start : start + values.numel()].copy_(weight)
 
 
+class Done(Protocol):
+    """Tells when an update is done."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float) -> bool: ...
+
+
+def _never_begun() -> Done:
+    done = threading.Event()
+    done.set()
+    return done
+
+
 @dataclass
 class Part(Guarded):
     """One bucket's update: where its gradient, state and weights are, and how far it has come."""
@@ -160,13 +174,12 @@ class Part(Guarded):
     holding: bool = False  # an update under way or done leaves its weights there
     free: Mark = field(default_factory=Mark)  # from when on `targets` may be written
     ready: Mark = field(default_factory=Mark)
-    sign: Mark | None = None  # its own, which C code sets when it has sent the weights
-    done: threading.Event = field(default_factory=threading.Event)
+    signs: tuple[Mark, Mark] | None = None  # its own, which C code sets: the gradient is here; `ready`
+    done: Done = field(default_factory=_never_begun)
     known: bool = True  # whether the training thread has waited for the last update that was begun
     turn: int = 0  # as which of all parts forward last asked for its weights
 
     def __post_init__(self) -> None:
-        self.done.set()
         self._ends = [at for at, _ in self.spans[1:]] + [self.numel]
         ends = zip(self.spans, self._ends, strict=True)
         self.gaps = [(at + n, end) for (at, n), end in ends if at + n < end]  # padding

@@ -37,8 +37,10 @@ from .crew import Crew
 from .eligible import check_kernels, form_of, no_kernel, overlaps
 from .form import Form
 from .landing import HostGradients
+from .mail import Mail
 from .part import OnDisk, PagedMaster, Part
 from .updates import HostUpdates
+from .ways import travels
 
 
 @dataclass
@@ -415,9 +417,8 @@ class Host:
         """Make the staging ring and the threads, sized by the parts."""
         if not self.parts:
             return
-        sizes = [part.stage_bytes for part in self.parts]
-        arena = Arena(staging_bytes(sizes, self.offload.stages), self.copies.device)
-        self.ledger.book("staging", arena.nbytes)
+        staging = staging_bytes([part.stage_bytes for part in self.parts], self.offload.stages)
+        self.ledger.book("staging", staging)
         cores = usable_cores()
         threads = self.offload.threads or max(1, len(cores) - 2)
         clip = self.options.clip_norm if self.options.clip_norm is not None else math.inf
@@ -427,8 +428,16 @@ class Host:
             self.ledger.book("buckets", squares.nbytes)
             for number, part in enumerate(early):
                 part.room = squares[number], squares[-1]
-        crew = Crew(arena, self.copies, Team.open(threads) or Workers(threads), self.paging)
+        crew = self._mail(staging, team) if (team := Team.open(threads)) is not None else None
+        if crew is None:
+            arena = Arena(staging, self.copies.device)
+            crew = Crew(arena, self.copies, team or Workers(threads), self.paging)
         self.updates = HostUpdates(self.parts, crew, clip, self.offload.undo)
+
+    def _mail(self, staging: int, team: Team) -> Crew | Mail | None:
+        """Couriers in C, if all parts can go their way."""
+        plain = all(p.held is None and p.landing is None and travels(p, self.copies) for p in self.parts)
+        return Mail.open(pinned(staging, self.copies.device), self.copies, team) if plain else None
 
     def close(self) -> None:
         """The scratch file goes; nothing reads it any more."""

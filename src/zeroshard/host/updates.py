@@ -17,7 +17,6 @@ and `optimizer.step()` lets them go: those that are done are copied then, the ot
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -26,8 +25,9 @@ from zeroshard.errors import StateError
 
 from .crew import Crew
 from .due import Job
+from .mail import Mail
 from .outlook import Outlook
-from .part import Part
+from .part import Done, Part
 
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
 
@@ -35,7 +35,7 @@ BACKLOG = 4  # parts that may wait on the device where no room was planned for a
 class HostUpdates:
     """Decides when each part is updated, and whether that stands."""
 
-    def __init__(self, parts: Sequence[Part], crew: Crew, clip_norm: float, undo: bool = True) -> None:
+    def __init__(self, parts: Sequence[Part], crew: Crew | Mail, clip_norm: float, undo: bool = True) -> None:
         self.parts, self.crew = list(parts), crew
         self.clip_norm, self.undo = clip_norm, undo
         self.outlook = Outlook(clip_norm)
@@ -86,9 +86,8 @@ class HostUpdates:
         part.holding, part.known = hold, False
         landed = self.crew.copies.here()
         job = Job(part, part.flat, part.taken, landed, stands, held, part.let_read())
-        part.done = job.done
         # Gradients that wait on the device take room there; without `undo` none was planned for all of them.
-        self.crew.submit(job, None if self.undo or hold else BACKLOG)
+        part.done = self.crew.submit(job, None if self.undo or hold else BACKLOG)
 
     # ------------------------------------------------------------------ step
 
@@ -226,7 +225,7 @@ class HostUpdates:
         part.ready.wait_on_device()
         part.known = True
 
-    def finish(self, part: Part, done: threading.Event) -> None:
+    def finish(self, part: Part, done: Done) -> None:
         """Wait in any thread for an update that was the last to be begun when `part.done` was this event."""
         self.crew.wait_for(done)
         part.ready.wait_on_host()

@@ -89,7 +89,7 @@ class Touched(ctypes.Structure):
 
 
 class Device(ctypes.Structure):
-    _fields_ = _fields("ptr: copy record follow wait", _TYPES)
+    _fields_ = _fields("ptr: copy record follow wait query use", _TYPES)
 
 
 class Errand(ctypes.Structure):
@@ -98,6 +98,12 @@ class Errand(ctypes.Structure):
         "i64: outs; ptr: out_to out_source out_bytes; i64: backs; ptr: back_to back_source back_bytes;"
         "ptr: leaving coming landed arrived ready; i32: kernel error",
         _TYPES,
+    )
+
+
+class Parcel(ctypes.Structure):
+    _fields_ = _fields(
+        "ptr: errands; i64: count; ptr: place; i64: bytes turn; ptr: after; i32: done error", _TYPES
     )
 
 
@@ -124,4 +130,4 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
     size = ctypes.sizeof
-    return 8 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))
+    return 9 + 1000 * (size(Adam) + 1000 * (size(Sgd) + 1000 * size(Sum)))

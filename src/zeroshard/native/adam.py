@@ -197,6 +197,7 @@ def call(name: str, record: Callable[[Any], Any], now: Any, before: Any, team: R
     taken: Any = None if before is None else record(before)
     made: Any = taken if now is None else record(now)
     made.taken = None if taken is None else ctypes.addressof(taken)
+    made.kept = taken  # which has only its address there, and must live as long
     kernel = f"{name}_back" if now is None else name
     if team is not None:
         team.run(kernel, made)

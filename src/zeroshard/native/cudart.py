@@ -12,6 +12,8 @@ _NAMES = {
     "record": "cudaEventRecord",
     "follow": "cudaStreamWaitEvent",
     "wait": "cudaEventSynchronize",
+    "query": "cudaEventQuery",
+    "use": "cudaSetDevice",
 }
 
 

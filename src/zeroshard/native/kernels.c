@@ -1,5 +1,6 @@
 /* The exported kernels. Each takes one record (see abi.py), runs on the calling thread, and touches no
- * Python. A team (team.h) runs those of updates on threads of its own.
+ * Python. A team (team.h) runs those of updates on threads of its own, and
+ * couriers (post.h) bring it what to update.
  *
  * Every kernel is an always-inlined body, compiled once per instruction set and chosen when first called, so
  * one binary serves every x86-64; on other machines the compiler vectorises for the target it was given.
@@ -74,6 +75,7 @@ KERNELS(DEFINE)
 
 #if !defined(_MSC_VER)
 #include "team.h"
+#include "post.h"
 #endif
 
 /* These choose their instructions by themselves. */
@@ -91,7 +93,7 @@ EXPORT int32_t zs_limit(int32_t wanted) {
 /* Changes when a record does: the loader refuses a library built from other sources. */
 EXPORT int64_t zs_abi(void) {
     const int64_t adam = sizeof(struct adam), sgd = sizeof(struct sgd), sum = sizeof(struct sum);
-    return 8 + 1000 * (adam + 1000 * (sgd + 1000 * sum));
+    return 9 + 1000 * (adam + 1000 * (sgd + 1000 * sum));
 }
 
 /* The file is loaded through ctypes; build tools on some systems insist on a module's entry point. */

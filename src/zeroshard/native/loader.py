@@ -28,6 +28,23 @@ class TeamCalls:
         self.close.argtypes, self.close.restype = [ctypes.c_void_p], None
 
 
+class PostCalls:
+    """Couriers of the library's own; see `post`. Where there are teams."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        post, parcel = ctypes.c_void_p, ctypes.POINTER(abi.Parcel)
+        number, count = ctypes.c_int32, ctypes.c_int64
+        self.open, self.close = library.zs_post_open, library.zs_post_close
+        self.send, self.wait = library.zs_post_send, library.zs_post_wait
+        self.error, self.drop = library.zs_post_error, library.zs_post_drop
+        self.open.argtypes, self.open.restype = [post, post, number, post, count], post
+        self.send.argtypes, self.send.restype = [post, parcel, number], None
+        self.wait.argtypes, self.wait.restype = [post, parcel, count], number
+        self.error.argtypes, self.error.restype = [post], number
+        for each in (self.close, self.drop):
+            each.argtypes, each.restype = [post], None
+
+
 class Kernels:
     """The functions of the library, each taking one record of `abi`. Calls release the GIL."""
 
@@ -49,6 +66,7 @@ class Kernels:
         self.largest = self._function(library, "largest")
         self.touched = self._function(library, "touched")
         self.team = TeamCalls(library) if hasattr(library, "zs_team") else None
+        self.post = PostCalls(library) if self.team is not None else None
         # A library from before these existed is as good for all else, and zlib takes their place.
         self.checksum = self._newer(library, "checksum")
         self.copy_sum = self._newer(library, "copy_sum")

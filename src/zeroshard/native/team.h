@@ -36,12 +36,16 @@ struct device {           /* functions of CUDA's runtime, which Python has looke
     int (*record)(void *event, void *stream);
     int (*follow)(void *stream, void *event, unsigned flags);
     int (*wait)(void *event);
+    int (*query)(void *event);
+    int (*use)(int number);
 };
+
+enum { ANY_WAY = 4, NOT_READY = 600 }; /* cudaMemcpyDefault: the addresses say which way; cudaErrorNotReady */
 
 struct copies {
     int64_t count;
-    void *const *to;
-    const void *const *from;
+    void **to;
+    const void **from;
     const int64_t *bytes;
 };
 
@@ -149,8 +153,6 @@ EXPORT void *zs_team_open(int32_t size) {
 }
 
 EXPORT void zs_team_close(void *team) { team_end(team); }
-
-enum { ANY_WAY = 4 };     /* cudaMemcpyDefault: the addresses say which way */
 
 static int run_copies(const struct device *device, const struct copies *copies, void *stream) {
     for (int64_t i = 0; i < copies->count; i++) {

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from zeroshard.errors import OptionError, StateError
@@ -42,25 +44,44 @@ class Team:
     def __len__(self) -> int:
         return self._threads
 
+    @property
+    def handle(self) -> int:
+        """C's own; whoever has it ends before the team is closed."""
+        assert self._handle is not None
+        return self._handle
+
     def share_of(self, numel: int) -> int:
         """Elements that a thread takes at a time: whole pages, which are whole blocks of 8-bit moments, and
         so few that a thread whose core was busy elsewhere holds up no other."""
         return max(_LEAST, -(-numel // (self._threads * _TURNS * _PAGE)) * _PAGE)
 
-    def run(self, kernel: str, record: ctypes.Structure, errand: abi.Errand | None = None) -> None:
-        """Run a kernel over its record, all threads together; returns when it is done. `errand`: with the
-        copies around it."""
-        errand = abi.Errand() if errand is None else errand
+    def prepare(self, errand: abi.Errand, kernel: str, record: ctypes.Structure) -> None:
+        """Write a kernel and its record down, which has to outlive the errand."""
+        errand.record, errand.kernel = ctypes.addressof(record), _KERNELS[kernel]
+        errand.share = self.share_of(record.count)
+
+    def run(self, kernel: str, record: ctypes.Structure) -> None:
+        """Run a kernel over its record, all threads together; returns when it is done."""
+        errand = abi.Errand()
+        self.prepare(errand, kernel, record)
+        self.go(errand)
+
+    def go(self, errand: abi.Errand) -> None:
+        """Run what was prepared, and the copies around it; returns when it is done."""
+        with self._held() as handle:
+            errand.team = handle
+            self._calls.run(ctypes.byref(errand))
+
+    @contextmanager
+    def _held(self) -> Iterator[int]:
+        """The team cannot be closed meanwhile."""
         with self._lock:
             handle = self._handle  # `close` takes it away, and waits for those who have it
             if handle is None:
                 raise StateError("Team: run after close; open a new one")
             self._asking += 1
         try:
-            count: int = record.count
-            errand.team, errand.record = handle, ctypes.addressof(record)
-            errand.share, errand.kernel = self.share_of(count), _KERNELS[kernel]
-            self._calls.run(ctypes.byref(errand))
+            yield handle
         finally:
             with self._lock:
                 self._asking -= 1

@@ -1,8 +1,9 @@
-"""A part's way to the host and back as one call of a team: gradient out, updates, weights back.
+"""A part's way to the host and back without the interpreter: gradient out, updates, weights back.
 
 [Note: without the interpreter] Whenever a thread of the host takes the interpreter, the thread that launches
 kernels has to sleep and be woken, which costs it more than what the other does meanwhile. An update that
-comes back to Python for each of its copies and waits asks for it some twenty times; a trip twice.
+comes back to Python for each of its copies and waits asks for it some twenty times; a trip twice, and a
+parcel of `post` not at all.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class _Arrays:
         return self.count, address(self._to), address(self._source), address(self._bytes)
 
 
-class Trip:
-    """A team for so many `updates` of one part, in order: before the first it fetches `out`, and after the
-    last it sends `back`. Without `signs` all of it is in the CPU's memory."""
+class Journey:
+    """So many `updates` of one part, and the copies around them: before the first `out` is fetched, and after
+    the last `back` is sent. Without `signs` all of it is in the CPU's memory.
+
+    `run` is what an update asks of a team. Here it is only written down."""
 
     def __init__(
         self,
@@ -75,20 +78,29 @@ class Trip:
     ) -> None:
         self._team, self._signs = team, signs
         self._out, self._back = _Arrays(out), _Arrays(back)
-        self._begun, self._left = False, updates
+        self._records: list[ctypes.Structure] = []
+        self.errands = (abi.Errand * updates)()
 
     def run(self, kernel: str, record: ctypes.Structure) -> None:
-        """As `Team.run`, with what comes before it and after it."""
-        errand, signs = abi.Errand(), self._signs
-        if not self._begun:
+        errand, signs = self.errands[len(self._records)], self._signs
+        if not self._records:
             errand.outs, errand.out_to, errand.out_source, errand.out_bytes = self._out.fields
-        self._begun, self._left = True, self._left - 1
-        if not self._left:
+        self._records.append(record)
+        if len(self._records) == len(self.errands):
             errand.backs, errand.back_to, errand.back_source, errand.back_bytes = self._back.fields
         if signs is not None:
             errand.device = ctypes.addressof(signs.roads.device)
             errand.leaving, errand.coming = signs.roads.leaving, signs.roads.coming
             errand.landed, errand.arrived, errand.ready = signs.landed, signs.arrived, signs.ready
-        self._team.run(kernel, record, errand)
+        self._team.prepare(errand, kernel, record)
+
+
+class Trip(Journey):
+    """Made by the calling thread, each update as soon as it is asked for."""
+
+    def run(self, kernel: str, record: ctypes.Structure) -> None:
+        super().run(kernel, record)
+        errand = self.errands[len(self._records) - 1]
+        self._team.go(errand)
         if errand.error:
             raise TierError(f"CUDA answered a copy between device and host with error {errand.error}")

@@ -1,0 +1,130 @@
+"""Updates that couriers in C carry out, where nothing of a run's parts needs Python on the way: the same
+service as `crew`, and no thread that wants the interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zeroshard.errors import TierError
+from zeroshard.native import Parcel, Post, Team, Workers
+from zeroshard.tier import Copies, Mark, Stage
+from zeroshard.tier.arena import LINE
+
+from .crew import alive, tasks_of
+from .due import Job, Staged
+from .part import Done, Part
+from .ways import count_of, signs_of, ways_of
+
+_LOOK = 0.5  # seconds of waiting between two looks for failures
+
+
+@dataclass(frozen=True)
+class _Sent(Done):
+    """An update under way, and what must live as long: the gradient it reads, the addresses it goes by."""
+
+    post: Post
+    parcel: Parcel
+    job: Job
+
+    def is_set(self) -> bool:
+        return self.parcel.done
+
+    def wait(self, timeout: float) -> bool:
+        return self.parcel.done or self.post.wait(self.parcel, timeout)
+
+
+class Mail:
+    """A post and its team; `memory` is for staging."""
+
+    def __init__(self, memory: Tensor, copies: Copies, team: Team, post: Post) -> None:
+        self.copies, self.team = copies, team
+        self._memory, self._post = memory, post
+        self._place: dict[int, Stage] = {}  # by size: where parcels are taken to lie
+        self._under_way: list[_Sent] = []
+        self._gate: Workers | None = None  # for those that a save still has to copy
+        self._failure: tuple[str, BaseException] | None = None
+        alive.add(self)
+
+    @classmethod
+    def open(cls, memory: Tensor, copies: Copies, team: Team) -> Mail | None:
+        number = copies.device.index or 0
+        post = Post.open(team, memory.data_ptr(), memory.numel(), copies.roads, number)
+        return None if post is None else cls(memory, copies, team, post)
+
+    def submit(self, job: Job, backlog: int | None = None) -> Done:
+        """Make an update due; what tells when it is done. `backlog`: while so many wait on the device, this
+        one is not added."""
+        self._under_way = [sent for sent in self._under_way if not sent.is_set()]  # and gradients go
+        if not count_of(job):
+            job.done.set()
+            return job.done
+        part, staged = job.part, Staged(job, self._stage(job.part.stage_bytes))
+        parcel = Parcel(self.team, *ways_of(staged), count_of(job), signs_of(job, self.copies))
+        parcel.address(self._memory.data_ptr(), staged.stage.memory.numel(), part.turn)
+        for task in tasks_of(staged, parcel):
+            task()  # which only writes down what is to be done
+        assert part.signs is not None
+        part.ready = part.signs[1]
+        sent = _Sent(self._post, parcel, job)
+        self._under_way.append(sent)
+        if job.reader is None:
+            self._post.send(parcel, backlog)
+        else:
+            self._gate = self._gate or Workers(1)
+            self._gate.submit(lambda: self._send_later(sent))
+        return sent
+
+    def _stage(self, nbytes: int) -> Stage:
+        """Memory at the beginning of all: couriers find other for it. See `Parcel`."""
+        size = max(-(-nbytes // LINE), 1) * LINE
+        if size not in self._place:
+            self._place[size] = Stage(self._memory[:size])
+        return self._place[size]
+
+    def _send_later(self, sent: _Sent) -> None:
+        """[Note: saved meanwhile]: what was due before the save has been sent already."""
+        try:
+            assert sent.job.reader is not None
+            sent.job.reader.copied_of(sent.job.part)
+            self._post.send(sent.parcel)
+        except BaseException as error:  # it must reach the training thread, whatever it is
+            self._failure = self._failure or (sent.job.part.label, error)
+
+    def let_go(self, part: Part, free: Mark) -> None:
+        raise AssertionError(f"{part.label} holds its weights back, which is Python's to do")
+
+    def wait_for(self, done: Done) -> None:
+        """Until an update is done, or will never be."""
+        while not done.wait(_LOOK):
+            self.check()
+        self.check()
+
+    def check(self) -> None:
+        """Raise in the training thread what failed on the way."""
+        if self._failure is not None:
+            label, error = self._failure
+            raise TierError(f"the host update of {label} failed: {type(error).__name__}: {error}") from error
+        if self._post.error:
+            failed = (sent.job.part.label for sent in self._under_way if sent.parcel.record.error)
+            raise TierError(
+                f"the host update of {next(failed, 'a part')} failed: CUDA answered a copy between device "
+                f"and host with error {self._post.error}."
+            )
+
+    def close(self) -> None:
+        """End the threads, after what is due."""
+        if self._gate is not None:
+            self._gate.close()
+        self._post.close()
+        self.team.close()
+        self._under_way.clear()
+
+    def halt(self) -> None:
+        """The interpreter ends: drop what is due, and leave no thread behind."""
+        if self._gate is not None:
+            self._gate.halt()
+        self._post.drop()
+        self._post.close()

@@ -1,0 +1,347 @@
+"""Couriers in C: bits, order, room, errors. The device is a few functions of this file, which they call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_case import BF16, F32, adam_state, assert_same_bits, built, contents, rough
+from offload_case import batch, make_model
+from torch import Tensor
+
+import zeroshard as zs
+from zeroshard import native
+from zeroshard.errors import StateError, TierError
+from zeroshard.host.mail import Mail
+from zeroshard.native import AdamStep, Copy, Parcel, Post, Roads, SgdRows, SgdStep, Signs, Team, abi
+
+pytestmark = built
+STEP = AdamStep(lr=1e-2, step=9, weight_decay=0.1, grad_scale=0.5)
+OTHER = AdamStep(lr=1e-2, step=9, weight_decay=0.1)
+NOT_READY = 600
+COUNT = 1000
+
+
+class Device:
+    """Events are numbers. Those in `away` have not passed; whoever waits for one is held up."""
+
+    def __init__(self) -> None:
+        self.away: set[int] = set()
+        self.log: list[tuple[str, int]] = []
+        self.fails: dict[str, int] = {}
+        self._changed = threading.Condition()
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        kinds = {
+            "copy": (self._copy, pointer, pointer, ctypes.c_size_t, number, pointer),
+            "record": (lambda event, stream: 0, pointer, pointer),
+            "follow": (self._follow, pointer, pointer, ctypes.c_uint),
+            "wait": (self._wait, pointer),
+            "query": (lambda event: NOT_READY if event in self.away else 0, pointer),
+            "use": (lambda number: self._note("use", number), number),
+        }
+        self._kept: dict[str, Any] = {}
+        for name, (function, *arguments) in kinds.items():
+            self._kept[name] = ctypes.CFUNCTYPE(number, *arguments)(function)
+        addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in self._kept.items()}
+        self.roads = Roads(abi.Device(**addresses), leaving=1, coming=2)
+
+    def _note(self, what: str, which: int) -> int:
+        self.log.append((what, which))
+        return self.fails.get(what, 0)
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
+        assert kind == 4
+        ctypes.memmove(to, source, nbytes)
+        return self._note("copy", stream)
+
+    def _follow(self, stream: int, event: int, flags: int) -> int:
+        return self._note("follow", event)
+
+    def _wait(self, event: int) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: event not in self.away, 30)
+        return self._note("wait", event)
+
+    def passes(self, *events: int) -> None:
+        with self._changed:
+            self.away -= set(events)
+            self._changed.notify_all()
+
+    def order(self) -> list[int]:
+        """Landed events, as their parcels were carried."""
+        return [event for what, event in self.log if what == "follow"]
+
+
+class Served:
+    """A post with staging memory for so many parcels of `COUNT` bf16 elements."""
+
+    def __init__(self, device: Device | None, room: int) -> None:
+        self.team = team = Team.open(2)
+        assert team is not None
+        self.nbytes = -(-2 * COUNT // 64) * 64
+        self.memory = torch.zeros(room * self.nbytes, dtype=torch.uint8)
+        roads = None if device is None else device.roads
+        post = Post.open(team, self.memory.data_ptr(), self.memory.numel(), roads, 3)
+        assert post is not None
+        self.post, self.device, self.made = post, device, list[Any]()
+
+    def parcel(self, seed: int, landed: int = 0, turn: int = 0) -> Parcel:
+        """An update whose events are `landed` and the two numbers behind it."""
+        assert self.team is not None
+        state, weight = adam_state(COUNT, seed, False, {})
+        assert weight is not None
+        grad, place = rough(COUNT, seed).to(BF16), self.memory[: 2 * COUNT].view(BF16)
+        signs = None if self.device is None else Signs(self.device.roads, landed, landed + 1, landed + 2)
+        out = [Copy(place.data_ptr(), grad.data_ptr(), 2 * COUNT)]
+        back = [Copy(weight.data_ptr(), place.data_ptr(), 2 * COUNT)]
+        parcel = Parcel(self.team, out, back, 1, signs)
+        parcel.address(self.memory.data_ptr(), self.nbytes, turn)
+        native.adam_update(state, place, place, STEP, team=parcel)
+        self.made.append((parcel, state, grad, weight, seed))
+        return parcel
+
+    def check(self) -> None:
+        """Every update has the bits of a plain one."""
+        for parcel, state, grad, weight, seed in self.made:
+            assert parcel.done
+            same, alike = adam_state(COUNT, seed, False, {})
+            native.adam_update(same, grad, alike, STEP)
+            for found, wanted in zip([*contents(state), weight], [*contents(same), alike], strict=True):
+                assert_same_bits(found, wanted)
+
+
+@contextlib.contextmanager
+def served(device: Device | None, room: int) -> Iterator[Served]:
+    found = Served(device, room)
+    try:
+        yield found
+    finally:
+        if device is not None:
+            device.passes(*device.away)
+        found.post.close()
+        assert found.team is not None
+        found.team.close()
+
+
+def until(met: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_many_parcels_through_little_memory_have_the_bits_of_plain_updates() -> None:
+    for device in (None, Device()):
+        with served(device, 2) as office:
+            parcels = [office.parcel(seed, 10 * seed + 10, turn=seed % 5) for seed in range(40)]
+            for parcel in parcels:
+                office.post.send(parcel)
+            assert all(office.post.wait(parcel, 20) for parcel in parcels)
+            office.check()
+            assert office.post.error == 0
+        if device is not None:
+            assert device.log.count(("use", 3)) == 4, "each courier, once"
+
+
+def test_what_forward_asks_for_first_is_carried_first() -> None:
+    device = Device()
+    device.away = {11, 60, 70}  # the first is held up on its way; two have not landed
+    with served(device, 1) as office:
+        first, second = office.parcel(1, 10), office.parcel(2, 20)
+        office.post.send(first)
+        until(lambda: device.order() == [10])
+        office.post.send(second)  # taken up, and waits for the memory of the first
+        time.sleep(0.05)
+        rest = {30: 9, 40: 2, 50: 2, 60: 0, 70: 1}  # by landed event: the turn
+        for landed, turn in rest.items():
+            office.post.send(office.parcel(landed, landed, turn))
+        device.passes(11)
+        for parcel, *_ in office.made:
+            assert office.post.wait(parcel, 20)
+        # Of two that are asked for together the newer; of those that have not landed the older.
+        assert device.order() == [10, 20, 50, 40, 30, 60, 70]
+        office.check()
+
+
+def test_staging_memory_is_not_given_on_before_it_has_been_read() -> None:
+    device = Device()
+    device.away = {12}  # weights of the first are on their way back
+    with served(device, 1) as office:
+        first, second = office.parcel(1, 10), office.parcel(2, 20)
+        office.post.send(first)
+        until(lambda: device.order() == [10])
+        office.post.send(second)
+        assert office.post.wait(first, 20), "it is done: whoever uses the weights waits on the device"
+        assert not office.post.wait(second, 0.1)
+        assert device.order() == [10]
+        device.passes(12)
+        assert office.post.wait(second, 20)
+        office.check()
+
+
+def test_a_sender_waits_while_too_many_are_due() -> None:
+    device = Device()
+    device.away = {11}
+    with served(device, 1) as office:
+        office.post.send(office.parcel(10, 10))
+        until(lambda: device.order() == [10])
+        for landed in (20, 30, 40):  # one is carried, one taken up, two are due
+            office.post.send(office.parcel(landed, landed), backlog=2)
+        late = threading.Thread(target=office.post.send, args=(office.parcel(50, 50), 2))
+        late.start()
+        late.join(0.1)
+        assert late.is_alive()
+        device.passes(11)
+        late.join(20)
+        assert not late.is_alive()
+        for parcel, *_ in office.made:
+            assert office.post.wait(parcel, 20)
+        office.check()
+
+
+@pytest.mark.parametrize("what", ["copy", "follow", "wait"])
+def test_an_error_of_the_device_ends_the_service(what: str) -> None:
+    device = Device()
+    with served(device, 2) as office:
+        good = office.parcel(1, 10)
+        office.post.send(good)
+        assert office.post.wait(good, 20)
+        until(lambda: ("wait", 12) in device.log)
+        device.fails[what] = 719
+        parcels = [office.parcel(seed, 10 * seed) for seed in range(2, 9)]
+        for parcel in parcels:
+            office.post.send(parcel, backlog=2)
+        began = time.monotonic()
+        until(lambda: office.post.error == 719)
+        assert not office.post.wait(parcels[-1], 20)
+        assert time.monotonic() - began < 5
+        assert sum(parcel.record.error == 719 for parcel in parcels) in range(1, 5)
+
+
+def test_several_updates_of_one_part_travel_together() -> None:
+    """A split master, whose weights come along; then SGD, in two stretches; one that is taken back, too."""
+    team = Team.open(2)
+    assert team is not None
+    memory = torch.zeros(2 * 4096, dtype=torch.uint8)
+    post = Post.open(team, memory.data_ptr(), memory.numel(), None, 0)
+    assert post is not None
+    try:
+        grad = rough(COUNT, 5).to(BF16)
+        here, there = memory[: 2 * COUNT].view(BF16), memory[2 * COUNT : 4 * COUNT].view(BF16)
+        (state, weight), (same, alike) = (adam_state(COUNT, 3, False, {"master": "split"}) for _ in range(2))
+        assert weight is not None
+        out = [
+            Copy(here.data_ptr(), grad.data_ptr(), 2 * COUNT),
+            Copy(there.data_ptr(), weight.data_ptr(), 2 * COUNT),
+        ]
+        parcel = Parcel(team, out, [Copy(weight.data_ptr(), there.data_ptr(), 2 * COUNT)])
+        parcel.address(memory.data_ptr(), 4096, 0)
+        native.adam_update(state, here, there, STEP, taken=OTHER, team=parcel)
+        native.adam_update(same, grad, alike, STEP, taken=OTHER)
+        post.send(parcel)
+        assert post.wait(parcel, 20)
+        for found, wanted in zip([*contents(state), weight], [*contents(same), alike], strict=True):
+            assert_same_bits(found, wanted)
+
+        def rows() -> tuple[SgdRows, Tensor]:
+            return SgdRows(rough(COUNT, 1), momentum=rough(COUNT, 2)), torch.zeros(COUNT, dtype=F32)
+
+        (state, weight), (same, alike) = rows(), rows()
+        grad, place = rough(COUNT, 7), memory[: 4 * COUNT].view(F32)
+        step = SgdStep(lr=0.1, momentum=0.9, weight_decay=0.1)
+        cut = 300
+        parcel = Parcel(
+            team,
+            [Copy(place.data_ptr(), grad.data_ptr(), 4 * COUNT)],
+            [Copy(weight.data_ptr(), place.data_ptr(), 4 * COUNT)],
+            updates=2,
+        )
+        parcel.address(memory.data_ptr(), 4096, 0)
+        for start, stop in ((0, cut), (cut, COUNT)):
+            some = place[start:stop]
+            native.sgd_update(state.rows(start, stop), some, some, step, team=parcel)
+        native.sgd_update(same, grad, alike, step)
+        post.send(parcel)
+        assert post.wait(parcel, 20)
+        for found, wanted in zip([*contents(state), weight], [*contents(same), alike], strict=True):
+            assert_same_bits(found, wanted)
+    finally:
+        post.close()
+        post.close()
+        team.close()
+    with pytest.raises(StateError, match="Post: used after close"):
+        post.send(parcel)
+
+
+# ---------------------------------------------------------------------- in a run
+
+
+def couriers() -> int:
+    found = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += path.read_text().strip() == "zeroshard-post"
+    return found
+
+
+def offloaded(**options: Any) -> tuple[Any, torch.optim.Optimizer, zs.Run]:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    offload = zs.Offload(stage_bytes=4096, threads=2)
+    return model, optimizer, zs.shard(model, optimizer, **{"offload": offload, "clip_norm": 4.0} | options)
+
+
+def mail_of(run: zs.Run) -> Mail:
+    assert run._runtime.host is not None
+    assert run._runtime.host.updates is not None
+    found = run._runtime.host.updates.crew
+    assert isinstance(found, Mail)
+    return found
+
+
+def test_a_run_has_couriers_and_no_thread_that_wants_the_interpreter() -> None:
+    before, threads = couriers(), set(threading.enumerate())
+    model, optimizer, run = offloaded()
+    until(lambda: couriers() == before + 4)
+    model(batch(0, 0)).backward()
+    optimizer.step()
+    assert set(threading.enumerate()) == threads
+    assert mail_of(run).copies.native
+    run.close()
+    run.close()
+    until(lambda: couriers() == before)
+
+
+def test_what_failed_on_the_way_is_raised_in_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, run = offloaded(clip_norm=math.inf)
+    with monkeypatch.context() as patch:
+        patch.setattr(Post, "error", 719)
+        with pytest.raises(TierError, match="answered a copy between device and host with error 719"):
+            model(batch(0, 0)).backward()
+    optimizer.zero_grad()
+    model(batch(0, 0)).backward()
+    optimizer.step()
+    run.close()
+
+
+def test_gradients_go_with_their_updates() -> None:
+    """What travels is not kept when it has arrived."""
+    model, optimizer, run = offloaded(clip_norm=math.inf)
+    for step in range(3):
+        model(batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mail = mail_of(run)
+    run._runtime.settle()
+    assert all(sent.is_set() for sent in mail._under_way)
+    assert len(mail._under_way) <= len(run._runtime.host.parts)  # type: ignore[union-attr]
+    run.close()
+    assert not mail._under_way
