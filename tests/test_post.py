@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import math
 import threading
 import time
@@ -317,6 +318,18 @@ def test_a_run_has_couriers_and_no_thread_that_wants_the_interpreter() -> None:
     assert mail_of(run).copies.native
     run.close()
     run.close()
+    until(lambda: couriers() == before)
+
+
+def test_a_run_that_is_never_closed_leaves_no_courier_behind() -> None:
+    before = couriers()
+    model, optimizer, run = offloaded(clip_norm=math.inf)
+    for step in range(3):
+        model(batch(step, 0)).backward()
+        optimizer.step()
+    assert couriers() == before + 4
+    del model, optimizer, run
+    gc.collect()
     until(lambda: couriers() == before)
 
 

@@ -18,11 +18,11 @@ from zeroshard.planning.question import Question
 
 
 def test_python_holds_up_the_pass_that_it_is_slow_in() -> None:
-    """A device that waits in forward makes up for it in no backward; an update that is handed to the host
-    costs Python what the machine says, beside its launches."""
+    """A device that waits in forward makes up for it in no backward; while the host updates, Python is slower
+    by what the machine says."""
 
     def asked(offload: zs.Offload | None = None, **figures: float) -> Question:
-        base = question(1000, machine=machine("H100", gap=0.0, hand=0.0, **figures), world=1)
+        base = question(1000, machine=machine("H100", gap=0.0, drag=0.0, **figures), world=1)
         work = {"flops": 10**11, "back": 3 * 10**12, "kernels": 30, "kernels_back": 30}
         segments = tuple(Segment(unit.name, **work) for unit in base.units)
         clip = {"clip_norm": 1.0} if offload is not None else {}
@@ -42,26 +42,31 @@ def test_python_holds_up_the_pass_that_it_is_slow_in() -> None:
     assert slow.seconds["interpreter"] == pytest.approx(launches * 1e-4)
     forward = (30 * units + HOOKED[0] * (units - 1)) * 1e-4
     assert slow.step == pytest.approx(forward + units * 3e12 / rate + update)  # backward is the device's
-    host = asked(zs.Offload(), launch=1e-5)
-    handed = dataclasses.replace(host, machine=dataclasses.replace(host.machine, hand=1e-3))
-    parts = len(host.setup(host.options).parts)
-    more = priced(handed).seconds["interpreter"] - priced(host).seconds["interpreter"]
-    assert more == pytest.approx(parts * 1e-3)
+    host = asked(zs.Offload(), launch=1e-5, host_rate=1e12)
+    slowed = dataclasses.replace(host, machine=dataclasses.replace(host.machine, drag=0.25))
+    alone, beside = priced(host).seconds, priced(slowed).seconds
+    assert beside["interpreter"] == pytest.approx(alone["interpreter"] + 0.2 * alone["host update"])
 
 
-def test_python_hands_updates_over_while_they_run() -> None:
-    """A host that keeps up with backward takes Python's time from it alone; one that falls behind, from the
-    next forward too. The step itself is Python's as well."""
-    one = machine("H100", launch=1e-6, hand=1e-3)
+def test_the_host_s_updates_slow_python_down_while_they_run() -> None:
+    """In backward, which sends parts to the host, and in the next forward if the host is behind. The step
+    itself is Python's as well."""
+    one = machine("H100", launch=1e-6, drag=0.5, gap=0.0)
     asked = question(1000, machine=one, world=1)
     options = dataclasses.replace(asked.options, stage=0, offload=zs.Offload(), clip_norm=1.0)
     setup, segments = asked.setup(options), [Segment("", kernels=100, kernels_back=300)]
-    handed = len(setup.parts) * (1e-3 + SENT * 1e-6)
-    assert pricing._launched(setup, segments, one, 1.5) == pytest.approx((1e-4, 3e-4 + handed))
-    quarter = 1e-4 + 0.75 * handed, 3e-4 + 0.25 * handed
-    assert pricing._launched(setup, segments, one, 0.25) == pytest.approx(quarter)
-    told = price(asked, options, tuple(segments)).seconds["interpreter"]
-    assert told == pytest.approx(4e-4 + handed + STEPPED * 1e-6 * len(setup.parts))
+    back = 3e-4 + len(setup.parts) * SENT * 1e-6
+
+    def launched(device: float, update: float) -> tuple[float, float]:
+        return pricing._launched(setup, segments, one, device, update)
+
+    assert launched(0.0, 0.0) == pytest.approx((1e-4, back))
+    assert launched(0.0, 3e-5) == pytest.approx((1e-4, back + 1e-5))  # a third of the time that it has
+    assert launched(1.0, 0.5) == pytest.approx((1e-4, 1.5 * back))  # no more than all of it
+    assert launched(0.0, back + 3e-5) == pytest.approx((1e-4 + 1e-5, back + back / 3))
+    told = price(asked, options, tuple(segments)).seconds
+    both = sum(launched(0.0, told["host update"]))
+    assert told["interpreter"] == pytest.approx(both + STEPPED * 1e-6 * len(setup.parts))
 
 
 def test_an_update_takes_what_was_measured_of_it() -> None:
@@ -81,7 +86,7 @@ def test_gradients_of_stage_0_come_back_beside_backward_and_codes_when_it_is_ove
     def priced(
         link: float, offload: zs.Offload | None = None, world: int = 8, gpu: bool = True, **more: object
     ) -> Candidate:
-        rates = {"link": link, "network": link, "latency": 0.0, "launch": 0.0, "hand": 0.0, "gap": 0.0}
+        rates = {"link": link, "network": link, "latency": 0.0, "launch": 0.0, "drag": 0.0, "gap": 0.0}
         asked = question(1000, machine=machine("H100", host_rate=1e9, node=1, gpu=gpu, **rates), world=world)
         segments = tuple(Segment(unit.name, flops=10**12, back=3 * 10**12) for unit in asked.units)
         clip = {"clip_norm": 1.0} if offload is not None else {}

@@ -16,7 +16,7 @@ from zeroshard.count.timeline import Segment
 from zeroshard.machine import machine
 from zeroshard.planning.answer import inquire
 from zeroshard.planning.planner import PARTLY_FILLED, price
-from zeroshard.planning.pricing import HOOKED, RECOMPUTED
+from zeroshard.planning.pricing import HOOKED, RECOMPUTED, SENT, STEPPED
 from zeroshard.planning.recurrent import Shape
 from zeroshard.planning.trace import Inputs, Tracer
 from zeroshard.planning.traffic import BESIDE, Traffic
@@ -167,8 +167,8 @@ def test_time_is_products_and_bytes_through_memory() -> None:
 
 
 def test_small_models_take_as_long_as_python_takes() -> None:
-    """To launch kernels, to recompute, and to hand updates to threads: one after another."""
-    question = asked(launch=1e-3, hand=0.0)
+    """To launch kernels, to recompute, and to send parts to the host: one after another."""
+    question = asked(launch=1e-3, drag=0.0)
     kernels = sum(s.kernels + s.kernels_back for s in question.segments(question.way(0)))
     plain = price(question, question.way(0))
     assert plain.seconds["interpreter"] == pytest.approx(1e-3 * (kernels + 3 * sum(HOOKED)))
@@ -177,9 +177,9 @@ def test_small_models_take_as_long_as_python_takes() -> None:
     kernels = sum(s.kernels + s.kernels_back for s in question.segments(question.way(0, recompute=True)))
     hooks = 3 * (sum(HOOKED) + sum(RECOMPUTED))
     assert again.seconds["interpreter"] == pytest.approx(1e-3 * (kernels + hooks))
-    handed = asked(launch=0.0, hand=1e-3, cores=16)
     options = zs.config.Options(offload=zs.Offload(), clip_norm=1.0)
-    assert price(handed, options).seconds["interpreter"] == pytest.approx(1e-3 * 3)  # a part for each unit
+    sent = price(question, options).seconds["interpreter"] - plain.seconds["interpreter"]
+    assert sent == pytest.approx(1e-3 * 3 * (SENT + STEPPED))  # a part for each unit
     assert (
         "interpreter" not in price(asked(gpu=False), question.way(0)).seconds
     )  # the CPU runs what is called
@@ -192,13 +192,13 @@ def test_forward_waits_for_the_gradient_that_lands_last() -> None:
     first = 64 * 64 + 64
     # A host that keeps up with backward has nothing left when it lands; one that does not, both other parts.
     for rate, before in ((1e8, 0), (1e10, 2)):
-        question = asked(host_rate=1e9, pcie=1e9, launch=0.0, hand=0.0, gap=0.0, full=rate)
+        question = asked(host_rate=1e9, pcie=1e9, launch=0.0, drag=0.0, gap=0.0, full=rate)
         made = price(question, options)
         waited = first * (32 + 2 * 4) + before * first * 32
         assert made.step == pytest.approx(made.seconds["compute"] + waited / 1e9)
         assert made.step > made.seconds["host update"]
     # Now all wait for the host, and the host for the root.
-    slow = asked(12, host_rate=1e6, launch=0.0, hand=0.0, gap=0.0)
+    slow = asked(12, host_rate=1e6, launch=0.0, drag=0.0, gap=0.0)
     made = price(slow, zs.config.Options(offload=zs.Offload(), clip_norm=1.0))
     moved = sum(s.moved + s.moved_back for s in slow.segments(slow.way(0)) if not s.unit)
     assert moved > 0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 HOST, SPLIT = "zs-1:optimizer=host", "zs-1:optimizer=host,master=split"
-CORE = ("plain", "zs-0", "zs-1", "zs-2", "zs-3", "zs-3:optimizer=device,master=split", "fsdp2")
+CORE = ("plain", "zs-0", "zs-1", "zs-2", "zs-3", HOST, "fsdp2", "zs-3:optimizer=device,master=split")
 SUITES = {
     # name: (size, systems with extra arguments, repeats, steps)
     "core": ("1b", {s: [] for s in CORE}, 2, 10),
@@ -71,6 +71,7 @@ def main():
     parser.add_argument("suites", nargs="+", choices=list(SUITES))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default=None)
+    parser.add_argument("--systems", nargs="+", help="of the suites' systems only these")
     args = parser.parse_args()
     import torch
 
@@ -79,6 +80,8 @@ def main():
         rows = []
         for _ in range(repeats):
             for system, extra in systems.items():
+                if args.systems and system not in args.systems:
+                    continue
                 rows.append(measure(system, size, extra, steps))
                 print(suite, system, rows[-1].get("step_s", rows[-1].get("error")), flush=True)
         text = table(rows)

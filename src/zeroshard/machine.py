@@ -30,8 +30,8 @@ class Machine:
     - `workspace`: bytes that the device's matrix products keep for themselves; `margin`: what its allocator
       takes beside what is asked of it, as a share. Measured (see `measure`), and zero where nothing was.
     - `gap`: seconds that a kernel of the device takes beside its work. `launch`: seconds of the training
-      thread to have one launched; `hand`: what each update that is handed to threads of the host takes
-      from it, because the interpreter runs one thread at a time.
+      thread to have one launched; `drag`: by which share of that it takes longer while threads of the host
+      update, because they share its cores' caches and the way to memory.
     - `gpu`: whether a trace has the kernels of a GPU, or those of the CPU.
     """
 
@@ -51,8 +51,8 @@ class Machine:
     efficiency: float = 0.6  # fitted to runs on an H200
     latency: float = 20e-6
     gap: float = 5e-6
-    launch: float = 33e-6  # as `hand`: measured on hosts of an H200
-    hand: float = 420e-6
+    launch: float = 33e-6  # as `drag`: measured on hosts of an H200
+    drag: float = 0.3
     margin: float = 0.0
     workspace: int = 0
     source: str = ""

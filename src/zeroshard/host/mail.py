@@ -50,8 +50,7 @@ class Mail:
 
     @classmethod
     def open(cls, memory: Tensor, copies: Copies, team: Team) -> Mail | None:
-        number = copies.device.index or 0
-        post = Post.open(team, memory.data_ptr(), memory.numel(), copies.roads, number)
+        post = Post.open(team, memory.data_ptr(), memory.numel(), copies.roads, copies.number)
         return None if post is None else cls(memory, copies, team, post)
 
     def submit(self, job: Job, backlog: int | None = None) -> Done:
@@ -128,3 +127,7 @@ class Mail:
             self._gate.halt()
         self._post.drop()
         self._post.close()
+
+    def __del__(self) -> None:
+        """Nobody closed it. The couriers end before the memory goes that they use."""
+        self.halt()

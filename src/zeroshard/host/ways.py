@@ -14,7 +14,8 @@ from .part import Part
 def travels(part: Part, copies: Copies) -> bool:
     """Whether C code can carry its updates: nothing has to be done between the copies and the update. A page
     has to be waited for, and padding of 8-bit moments cleared; weights that rest on the host are not sent."""
-    return copies.native and part.disk is None and not part.coded and part.targets[0].device == copies.device
+    near = part.targets[0].device.type == copies.device.type
+    return copies.native and part.disk is None and not part.coded and near
 
 
 def count_of(job: Job) -> int:

@@ -30,7 +30,7 @@ from zeroshard.native import AdamRows, AdamStep, Team, adam_update, usable_cores
 
 from .traffic import Traffic
 
-FORMAT = 5
+FORMAT = 6
 GOES = 4  # at what other programs make slower
 
 
@@ -272,37 +272,33 @@ class _Small:
         return sorted(_timed(self.step, self.device, repeats))[repeats // 2]
 
 
-def _hand(small: _Small, threads: int, share: int = 2**20) -> float:
-    """Seconds by which each update that is handed to the host's threads holds up the thread that calls
-    operations: both want the interpreter and the memory. Updates as large as real ones."""
-    numel, handed, going = share * threads, 0, True
+def _drag(small: _Small, threads: int, numel: int = 2**26) -> float:
+    """By which share operations are called more slowly while so many threads of the host update: a median of
+    some goes, as both vary. The updates are large, so that next to none of it is Python's."""
     rows, team, step = AdamRows.zeros(numel), Team.open(threads), AdamStep(lr=1e-3, step=1)
     grad, weight = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
+    going = True
 
     def updates() -> None:
-        nonlocal handed
         while going:
             adam_update(rows, grad, weight, step, team=team)
-            handed += 1
 
-    alone = small.seconds()
-    thread = Thread(target=updates)
-    thread.start()
+    adam_update(rows, grad, weight, step, team=team)  # the first touch of the memory is slow
+    shares = []
     try:
-        while not handed and thread.is_alive():  # the first touch of the memory is slow
-            small.step()
-        before, start = handed, perf_counter()
-        for _ in range(30):
-            small.step()
-        if small.device.type == "cuda":
-            torch.cuda.synchronize(small.device)
-        late = perf_counter() - start - 30 * alone
-        return max(late, 0.0) / max(handed - before, 1)
+        for _ in range(GOES + 1):
+            alone, going = small.seconds(), True
+            thread = Thread(target=updates)
+            thread.start()
+            try:
+                shares.append(small.seconds() / alone - 1.0)
+            finally:
+                going = False
+                thread.join()
     finally:
-        going = False
-        thread.join()
         if team is not None:
             team.close()
+    return max(sorted(shares)[len(shares) // 2], 0.0)
 
 
 def _gap(device: torch.device, count: int = 500) -> float:
@@ -342,7 +338,7 @@ def _measured_cpu() -> Machine:
         cores=1,
         gap=gap,
         launch=0.0,
-        hand=0.0,
+        drag=0.0,
         efficiency=min(wide / full, 1.0),
         latency=50e-6,
         source="measured",
@@ -375,7 +371,7 @@ def _measured_gpu(device: torch.device) -> Machine:
         cores=cores,
         gap=gap,
         launch=min(small.seconds() for _ in range(GOES)) / small.kernels,
-        hand=min(_hand(small, max(cores - 2, 1)) for _ in range(GOES)),
+        drag=_drag(small, max(cores * count - 2, 1)),
         efficiency=min(_layer_rate(8, 2048, torch.bfloat16, device, memory_rate, gap) / half, 1.0),
         margin=margin,
         workspace=workspace,

@@ -14,9 +14,8 @@ from zeroshard.count.timeline import Segment
 from zeroshard.machine import Machine
 
 # Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
-# in forward and in backward. And as sending a part's gradient to the host and fetching its weights takes, and
-# the part's share of `optimizer.step()`.
-HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 20, 4
+# in forward and in backward. And as sending a part to the host takes, and its share of `optimizer.step()`.
+HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 28, 4
 IN_HAND = 4  # parts that the host has taken up, as in `crew`: updated or on their way to it
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
 # on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
@@ -77,7 +76,8 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     if held["disk"]:
         parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
     if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
-        launched = _launched(setup, segments, machine, computed[1] / max(parts.get("host update", 0.0), 1e-9))
+        beside_it = parts["host update"] if "host update" in beside else 0.0
+        launched = _launched(setup, segments, machine, computed[1], beside_it)
         # Backward is over when the norm is known: the device has nothing to do until the step has been.
         stepped = STEPPED * machine.launch * sum(part.native for part in setup.parts)
         parts["interpreter"] = sum(launched) + stepped
@@ -113,18 +113,24 @@ def _exchange(setup: Setup, machine: Machine, sent: Sent) -> float:
 
 
 def _launched(
-    setup: Setup, segments: Sequence[Segment], machine: Machine, inside: float
+    setup: Setup, segments: Sequence[Segment], machine: Machine, back: float, update: float
 ) -> tuple[float, float]:
-    """What Python takes for forward and for backward. It runs one thread at a time, so what it does for the
-    host's updates holds up the pass that they run in: `inside` is the share of them that backward has time
-    for; the next forward has the rest."""
+    """What Python takes for forward and for backward, which takes the device `back` seconds. While the host
+    updates, Python is slower: for `update` seconds, in backward and, as far as that is too short for them, in
+    the next forward."""
     launches = [sum(s.kernels for s in segments), sum(s.kernels_back for s in segments)]
     for unit in (s.unit for s in segments if s.unit):
         for number in range(2):
             launches[number] += HOOKED[number] + RECOMPUTED[number] * setup.recomputes(unit)
-    sent = sum(part.native for part in setup.parts) * (machine.hand + SENT * machine.launch)
+    launches[1] += SENT * sum(part.native for part in setup.parts)
     forward, backward = (count * machine.launch for count in launches)
-    return forward + sent * (1 - min(inside, 1.0)), backward + sent * min(inside, 1.0)
+    inside = min(update, max(back, backward))
+    return _dragged(forward, update - inside, machine.drag), _dragged(backward, inside, machine.drag)
+
+
+def _dragged(seconds: float, updating: float, drag: float) -> float:
+    """Python's time for what takes it so long alone, beside so many seconds of the host's updates."""
+    return seconds + min(seconds * drag, updating * drag / (1 + drag))
 
 
 def _awaited(setup: Setup, update: float, copy: float, behind: float) -> float:

@@ -51,6 +51,12 @@ class Copies:
         self.roads = self._roads()
 
     @property
+    def number(self) -> int:
+        """Of the device among those of its kind."""
+        index = self.device.index
+        return index if index is not None else torch.cuda.current_device() if self.out_stream else 0
+
+    @property
     def native(self) -> bool:
         """Whether C code can copy by itself; see [Note: without the interpreter] in `native/trip.py`."""
         return self._delay is None and (self.out_stream is None or self.roads is not None)
