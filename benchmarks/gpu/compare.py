@@ -73,8 +73,6 @@ def main():
     parser.add_argument("--commit", default=None)
     parser.add_argument("--systems", nargs="+", help="of the suites' systems only these")
     args = parser.parse_args()
-    import torch
-
     for suite in args.suites:
         size, systems, repeats, steps = SUITES[suite]
         rows = []
@@ -84,27 +82,32 @@ def main():
                     continue
                 rows.append(measure(system, size, extra, steps))
                 print(suite, system, rows[-1].get("step_s", rows[-1].get("error")), flush=True)
-        text = table(rows)
-        print(text, flush=True)
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            name = f"{datetime.date.today()}-gpu-{suite}"
-            facts = {
-                "suite": suite,
-                "device": torch.cuda.get_device_name(0),
-                "torch": torch.__version__,
-                "commit": args.commit or commit(),
-                "command": f"python benchmarks/gpu/compare.py {suite}",
-                "rows": rows,
-            }
-            (args.out / f"{name}.json").write_text(json.dumps(facts, indent=1))
-            head = (
-                f"# {suite}, {facts['device']}, torch {facts['torch']}, commit "
-                f"{facts['commit']}\n\n`{facts['command']}`: Llama-shaped {size}, "
-                "8 × 2048 tokens a step, recomputation per block, clipping at 1.0, medians, one process "
-                "per row in turn.\n\n"
-            )
-            (args.out / f"{name}.md").write_text(head + text + "\n")
+                if args.out:  # after each, since it may be cut off
+                    write(args, suite, size, rows)
+        print(table(rows), flush=True)
+
+
+def write(args, suite, size, rows):
+    import torch
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"{datetime.date.today()}-gpu-{suite}"
+    facts = {
+        "suite": suite,
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "commit": args.commit or commit(),
+        "command": f"python benchmarks/gpu/compare.py {suite}",
+        "rows": rows,
+    }
+    (args.out / f"{name}.json").write_text(json.dumps(facts, indent=1))
+    head = (
+        f"# {suite}, {facts['device']}, torch {facts['torch']}, commit "
+        f"{facts['commit']}\n\n`{facts['command']}`: Llama-shaped {size}, "
+        "8 × 2048 tokens a step, recomputation per block, clipping at 1.0, medians, one process "
+        "per row in turn.\n\n"
+    )
+    (args.out / f"{name}.md").write_text(head + table(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Mail:
     def submit(self, job: Job, backlog: int | None = None) -> Done:
         """Make an update due; what tells when it is done. `backlog`: while so many wait on the device, this
         one is not added."""
-        self._under_way = [sent for sent in self._under_way if not sent.is_set()]  # and gradients go
+        self._let_go_of_done()
         if not count_of(job):
             job.done.set()
             return job.done
@@ -75,6 +75,10 @@ class Mail:
             self._gate = self._gate or Workers(1)
             self._gate.submit(lambda: self._send_later(sent))
         return sent
+
+    def _let_go_of_done(self) -> None:
+        """Gradients go with their updates. Only this thread can tell: couriers touch nothing of Python's."""
+        self._under_way = [sent for sent in self._under_way if not sent.is_set()]
 
     def _stage(self, nbytes: int) -> Stage:
         """Memory at the beginning of all: couriers find other for it. See `Parcel`."""
@@ -100,6 +104,7 @@ class Mail:
         while not done.wait(_LOOK):
             self.check()
         self.check()
+        self._let_go_of_done()
 
     def check(self) -> None:
         """Raise in the training thread what failed on the way."""
