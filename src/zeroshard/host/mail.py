@@ -5,10 +5,12 @@ service as `crew`, and no thread that wants the interpreter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from zeroshard.errors import TierError
+from zeroshard.life.guard import Reader
 from zeroshard.native import Parcel, Post, Team, Workers
 from zeroshard.tier import Copies, Mark, Stage
 from zeroshard.tier.arena import LINE
@@ -23,11 +25,10 @@ _LOOK = 0.5  # seconds of waiting between two looks for failures
 
 @dataclass(frozen=True)
 class _Sent(Done):
-    """An update under way, and what must live as long: the gradient it reads, the addresses it goes by."""
+    """An update under way. Its part keeps this until the next one, so it holds no gradient."""
 
     post: Post
     parcel: Parcel
-    job: Job
 
     def is_set(self) -> bool:
         return self.parcel.done
@@ -43,7 +44,7 @@ class Mail:
         self.copies, self.team = copies, team
         self._memory, self._post = memory, post
         self._place: dict[int, Stage] = {}  # by size: where parcels are taken to lie
-        self._under_way: list[_Sent] = []
+        self._under_way: list[tuple[_Sent, Job]] = []  # and with the jobs, the gradients that are read
         self._gate: Workers | None = None  # for those that a save still has to copy
         self._failure: tuple[str, BaseException] | None = None
         alive.add(self)
@@ -67,18 +68,18 @@ class Mail:
             task()  # which only writes down what is to be done
         assert part.signs is not None
         part.ready = part.signs[1]
-        sent = _Sent(self._post, parcel, job)
-        self._under_way.append(sent)
+        sent = _Sent(self._post, parcel)
+        self._under_way.append((sent, job))
         if job.reader is None:
             self._post.send(parcel, backlog)
         else:
             self._gate = self._gate or Workers(1)
-            self._gate.submit(lambda: self._send_later(sent))
+            self._gate.submit(partial(self._send_later, parcel, part, job.reader))
         return sent
 
     def _let_go_of_done(self) -> None:
         """Gradients go with their updates. Only this thread can tell: couriers touch nothing of Python's."""
-        self._under_way = [sent for sent in self._under_way if not sent.is_set()]
+        self._under_way = [(sent, job) for sent, job in self._under_way if not sent.is_set()]
 
     def _stage(self, nbytes: int) -> Stage:
         """Memory at the beginning of all: couriers find other for it. See `Parcel`."""
@@ -87,14 +88,13 @@ class Mail:
             self._place[size] = Stage(self._memory[:size])
         return self._place[size]
 
-    def _send_later(self, sent: _Sent) -> None:
+    def _send_later(self, parcel: Parcel, part: Part, reader: Reader) -> None:
         """[Note: saved meanwhile]: what was due before the save has been sent already."""
         try:
-            assert sent.job.reader is not None
-            sent.job.reader.copied_of(sent.job.part)
-            self._post.send(sent.parcel)
+            reader.copied_of(part)
+            self._post.send(parcel)
         except BaseException as error:  # it must reach the training thread, whatever it is
-            self._failure = self._failure or (sent.job.part.label, error)
+            self._failure = self._failure or (part.label, error)
 
     def let_go(self, part: Part, free: Mark) -> None:
         raise AssertionError(f"{part.label} holds its weights back, which is Python's to do")
@@ -112,7 +112,7 @@ class Mail:
             label, error = self._failure
             raise TierError(f"the host update of {label} failed: {type(error).__name__}: {error}") from error
         if self._post.error:
-            failed = (sent.job.part.label for sent in self._under_way if sent.parcel.record.error)
+            failed = (job.part.label for sent, job in self._under_way if sent.parcel.record.error)
             raise TierError(
                 f"the host update of {next(failed, 'a part')} failed: CUDA answered a copy between device "
                 f"and host with error {self._post.error}."
