@@ -94,11 +94,15 @@ def test_what_operations_cost() -> None:
         x + 1
         F.embedding(some, table)  # reads three rows, not the table
     assert cost.moved == 2 * x.nbytes + 2 * 3 * 4 * 4
-    q = torch.ones(1, 2, 8, 4, requires_grad=True)
+    q = torch.ones(1, 2, 8, 32, requires_grad=True)
     with Traffic() as cost:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert cost.flops == 2 * 2 * 2 * q.numel() * 8 // 2  # twice its products
-    few, many = torch.ones(1, 1, 8, 4), torch.ones(1, 1, 3 * BESIDE, 4)
+    odd = torch.ones(1, 1, 8, 100)  # runs by the kernel of 128
+    with Traffic() as cost:
+        F.scaled_dot_product_attention(odd, odd, odd)
+    assert cost.flops == 2 * 2 * 2 * 128 * 8 * 8
+    few, many = torch.ones(1, 1, 8, 32), torch.ones(1, 1, 3 * BESIDE, 32)
     with Traffic() as cost:
         F.scaled_dot_product_attention(few, many, many)
     assert cost.flops == 2 * 2 * few.numel() * 4 * BESIDE  # a third more than them

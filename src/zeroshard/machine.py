@@ -19,7 +19,8 @@ class Machine:
     """One device and its share of what surrounds it.
 
     - `memory`: bytes of the device. `half`, `full`: operations a second in 16 bits and in fp32.
-      `efficiency`: share that a model's matrix products reach.
+      `efficiency`: share that a model's matrix products reach; `back_efficiency`: in backward, where it was
+      measured.
     - `memory_rate`: bytes a second of the device's memory; `update_rate`: those that its optimizer's step
       touches, where it was measured; `host_rate`: of the host's memory, for all ranks of a node together.
     - `pcie`: bytes a second between host and device, each way. `link`: between devices of a node.
@@ -49,6 +50,7 @@ class Machine:
     node: int = 8
     cores: int = 16
     efficiency: float = 0.6  # fitted to runs on an H200
+    back_efficiency: float = 0.0  # not measured: as `efficiency`
     latency: float = 20e-6
     gap: float = 5e-6
     launch: float = 33e-6  # as `drag`: measured on hosts of an H200

@@ -30,7 +30,7 @@ from zeroshard.native import AdamRows, AdamStep, Team, adam_update, usable_cores
 
 from .traffic import Traffic
 
-FORMAT = 6
+FORMAT = 7
 GOES = 4  # at what other programs make slower
 
 
@@ -230,25 +230,35 @@ class _Layer(nn.Module):
         return result
 
 
-def _layer_rate(
-    rows: int, width: int, dtype: torch.dtype, device: torch.device, memory_rate: float, gap: float
-) -> float:
-    """Operations a second of the matrix products in forward and backward of a block: its time without what
-    all else takes to read and write, and without gaps. On a GPU over so many rows that launching it is no
-    part of the time."""
-    layer = _Layer(width).to(device, dtype)
-    x = torch.randn(rows, width, width, device=device, dtype=dtype, requires_grad=True)
+class _Rates:
+    """Operations a second of the matrix products of a block: its time without what all else takes to read and
+    write, and without gaps. `forward`, `backward` and `both`. On a GPU over so many rows that launching it is
+    no part of the time."""
 
-    def once() -> None:
-        layer(x).sum().backward()
+    def __init__(
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, memory_rate: float, gap: float
+    ) -> None:
+        layer = _Layer(width).to(device, dtype)
+        x = torch.randn(rows, width, width, device=device, dtype=dtype, requires_grad=True)
 
-    once()
-    with Traffic() as cost:
-        once()
-    seconds = _lasting(once, device, 100) if device.type == "cuda" else _seconds(once, device)
-    rest = cost.moved / memory_rate + cost.kernels * gap
-    rate: float = cost.flops / max(seconds - rest, seconds / 2)
-    return rate
+        def ahead() -> None:
+            layer(x).sum()
+
+        def both() -> None:
+            layer(x).sum().backward()
+
+        def taken(work: Callable[[], None]) -> tuple[int, float]:
+            """Operations, and seconds of them."""
+            work()
+            with Traffic() as cost:
+                work()
+            seconds = _lasting(work, device, 100) if device.type == "cuda" else _seconds(work, device)
+            rest = cost.moved / memory_rate + cost.kernels * gap
+            return cost.flops, max(seconds - rest, seconds / 2)
+
+        (one, once), (all_of, whole) = taken(ahead), taken(both)
+        self.forward, self.both = one / once, all_of / whole
+        self.backward = (all_of - one) / max(whole - once, whole / 4)
 
 
 class _Small:
@@ -323,7 +333,7 @@ def _measured_cpu() -> Machine:
     gap = small.seconds() / small.kernels
     full = _matmul_rate(512, torch.float32, device)
     copies = _copy_rate(2**22, device)
-    wide, narrow = (_layer_rate(2, 128, d, device, copies, gap) for d in (torch.float32, torch.bfloat16))
+    wide, narrow = (_Rates(2, 128, d, device, copies, gap).both for d in (torch.float32, torch.bfloat16))
     return Machine(
         name="this CPU",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -357,6 +367,7 @@ def _measured_gpu(device: torch.device) -> Machine:
     memory_rate = _copy_rate(2**27, device)
     count, small = max(torch.cuda.device_count(), 1), _Small(device)
     cores, gap = max(len(usable_cores()) // count, 1), _gap(device)
+    rates = _Rates(8, 2048, torch.bfloat16, device, memory_rate, gap)
     return Machine(
         name=torch.cuda.get_device_name(device),
         memory=torch.cuda.get_device_properties(device).total_memory,
@@ -372,7 +383,8 @@ def _measured_gpu(device: torch.device) -> Machine:
         gap=gap,
         launch=min(small.seconds() for _ in range(GOES)) / small.kernels,
         drag=_drag(small, max(cores * count - 2, 1)),
-        efficiency=min(_layer_rate(8, 2048, torch.bfloat16, device, memory_rate, gap) / half, 1.0),
+        efficiency=rates.forward / half,
+        back_efficiency=rates.backward / half,
         margin=margin,
         workspace=workspace,
         source="measured",

@@ -92,17 +92,20 @@ def _compute(setup: Setup, segments: Sequence[Segment], machine: Machine) -> tup
     """Forward and backward: products by their operations, all else by the bytes that it moves, and a gap for
     every kernel."""
     narrow = any(WIDTHS[b.compute] <= 2 for b in setup.bundles)
-    rate = (machine.half if narrow else machine.full) * machine.efficiency
+    best = machine.half if narrow else machine.full
+    ahead, behind = best * machine.efficiency, best * (machine.back_efficiency or machine.efficiency)
 
-    def taken(work: int, moved: int, kernels: int) -> float:
-        return work / rate + moved / machine.memory_rate + kernels * machine.gap
+    def rest(moved: int, kernels: int) -> float:
+        return moved / machine.memory_rate + kernels * machine.gap
 
+    again = sum(s.flops for s in segments if setup.recomputes(s.unit))
     back = sum(s.back or s.flops * (3 if setup.recomputes(s.unit) else 2) for s in segments)
     return (
-        taken(
-            sum(s.flops for s in segments), sum(s.moved for s in segments), sum(s.kernels for s in segments)
-        ),
-        taken(back, sum(s.moved_back for s in segments), sum(s.kernels_back for s in segments)),
+        sum(s.flops for s in segments) / ahead
+        + rest(sum(s.moved for s in segments), sum(s.kernels for s in segments)),
+        again / ahead
+        + (back - again) / behind
+        + rest(sum(s.moved_back for s in segments), sum(s.kernels_back for s in segments)),
     )
 
 

@@ -20,6 +20,8 @@ from .recurrent import products
 # reaches half the rate of one product, and with that the efficiency of products is the same at all widths;
 # over 8,192 it reaches 4/5 (LOG.md). Of fewer keys than this nothing is known, and half is taken.
 BESIDE = 2048
+# Widths of heads that flash attention has kernels for; others run by the next.
+HEADS = (32, 64, 96, 128, 192, 256)
 _GATHERING = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default}  # read what they write
 
 
@@ -45,8 +47,9 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key = given["query"], given["key"]
-    keys = int(key.shape[-2])
-    one = 2 * int(query.numel()) * (keys + min(keys, BESIDE))
+    keys, width = int(key.shape[-2]), max(int(query.shape[-1]), 1)
+    padded = next((head for head in HEADS if head >= width), width)
+    one = 2 * int(query.numel()) // width * padded * (keys + min(keys, BESIDE))
     backward = "grad_out" in names or "grad_out_" in names
     return one * (5 if backward else 2) // (2 if given.get("is_causal") else 1)
 
