@@ -64,6 +64,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("place",),
     ),
     "planning": (
+        ("frozen",),
         ("plan", "pricing", "fakes", "fused", "recurrent", "widening", "likeness", "blueprint", "unfit"),
         ("traffic", "question"),
         ("meter", "measure", "planner"),
@@ -98,7 +99,8 @@ BESIDE = LEVEL["config"]
 NO_TORCH = {
     *("errors", "fields", "sizes", "offload", "config", "machine", "page"),
     *(f"count.{name}" for row in FLOORS["count"] for name in row),
-    *(f"planning.{name}" for name in ("plan", "pricing", "question", "planner", "choice", "frames")),
+    *(f"planning.{name}" for name in ("frozen", "plan", "pricing", "question", "planner", "choice")),
+    "planning.frames",
 }
 DISTRIBUTED = {"comm", "life.face", "life.shard", "launch", "testing"}
 # Reading another library's files is no communication.

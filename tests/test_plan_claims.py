@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import re
 import shlex
 import sys
@@ -195,3 +197,20 @@ def test_limits_are_of_a_node() -> None:
     plain = zs.plan(wide(), limit="1GiB", offload=None, **ask).chosen
     whole = zs.plan(wide(), memory_limit_per_node=4 * plain.device, offload=None, **ask)
     assert (whole.limit, whole.chosen.device) == (plain.device, plain.device)
+
+
+def test_a_plan_does_not_change() -> None:
+    """Nor what it holds; and it comes back the same from JSON, from a copy and from a pickle."""
+    plan = zs.plan(nn.Linear(8, 8), ranks=2, limit="1GiB", machine="H100")
+    for change in (
+        lambda: plan.chosen.settings.update(stage=0),
+        lambda: plan.chosen.settings.__setitem__("stage", 0),
+        lambda: plan.chosen.kinds.clear(),
+        lambda: plan.weights.pop("weight"),
+    ):
+        with pytest.raises(TypeError, match=r"a plan does not change; make another with zs\.plan\(\)"):
+            change()
+    for same in (zs.Plan.from_json(plan.to_json()), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert same == plan
+        assert same.diff(plan) == []
+        assert same.options() == plan.options()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from io import StringIO
@@ -22,6 +22,8 @@ from zeroshard.count.placement import Place, Placement
 from zeroshard.errors import OptionError, PlanError
 from zeroshard.fields import path_text
 from zeroshard.sizes import show_apart, show_bytes, show_seconds
+
+from .frozen import freeze
 
 FORMAT = 2
 Placing = Literal["device", "some on host", "state on host", "all on host", "some on disk", "state on disk"]
@@ -61,8 +63,11 @@ class Candidate:
     lasting: dict[str, int] = field(default_factory=dict)
     disk: int = 0
     numerics: Numerics = "exact"
-    places: list[list[Any]] = field(default_factory=list)
+    places: Sequence[Sequence[Any]] = ()
     between: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        freeze(self, "kinds", "sent", "seconds", "settings", "lasting", "places", "between")
 
     @property
     def placement(self) -> Placement | None:
@@ -123,6 +128,9 @@ class Plan:
     optimizer: tuple[str, ...] = ()
     batch: tuple[str, ...] = ()
     format: int = field(default=FORMAT, compare=False)
+
+    def __post_init__(self) -> None:
+        freeze(self, "weights")
 
     def options(self) -> dict[str, Any]:
         """The options of `shard` that carry the plan out."""
@@ -271,7 +279,7 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(value: Any) -> Any:
     """The other way."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return tuple(from_plain(item) for item in value)
     if not isinstance(value, Mapping):
         return value
