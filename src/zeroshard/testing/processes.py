@@ -192,6 +192,9 @@ def _serve(where: tuple[int, int, str, str], warn: str, orders: Connection, life
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    # A rank that has joined may be the first whose task ends it, while others still connect to it.
+    store.set(f"joined-{rank}", "yes")
+    store.wait([f"joined-{other}" for other in range(size)])
     warnings.simplefilter(warn)  # type: ignore[arg-type]
     gc.collect()
     gc.freeze()  # what is there now stays: the collection after each call looks at the rest only
