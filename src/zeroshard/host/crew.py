@@ -82,15 +82,15 @@ class Crew:
 
     # ------------------------------------------------------------------ the training thread's side
 
-    def submit(self, job: Job, backlog: int | None = None) -> Done:
-        """Make an update due; what tells when it is done. `backlog`: while so many wait on the device, this
-        one is not added."""
+    def submit(self, job: Job, backlog: int | None = None) -> None:
+        """Make an update due; from then on `part.done` tells of it. `backlog`: while so many wait on the
+        device, this one is not added."""
         with self._come:
             while backlog is not None and len(self._due) >= backlog and self._failure is None:
                 self._gone.wait(1.0)
+            job.part.done = job.done
             self._due.append(job)
             self._come.notify()
-        return job.done
 
     def let_go(self, part: Part, free: Mark) -> None:
         """New weights that a part holds back may show, from the moment `free` on."""
@@ -129,6 +129,12 @@ class Crew:
         self._fail(None, StateError("the interpreter is ending"))
         for thread in self._threads:
             thread.join(timeout=10)
+
+    def forget(self) -> None:
+        """This process is a child of the one that has the threads."""
+        self._threads = []
+        if self.team is not None:
+            self.team.forget()
 
     # ------------------------------------------------------------------ the couriers' side
 
@@ -242,9 +248,19 @@ class Crew:
 class Halts(Protocol):
     def halt(self) -> None: ...
 
+    def forget(self) -> None: ...
+
 
 alive: weakref.WeakSet[Halts] = weakref.WeakSet()
-os.register_at_fork(after_in_child=alive.clear)  # a child has none of their threads
+
+
+def _forget_all() -> None:
+    for crew in list(alive):
+        crew.forget()
+    alive.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 @atexit.register

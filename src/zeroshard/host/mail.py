@@ -4,6 +4,8 @@ service as `crew`, and no thread that wants the interpreter.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,7 +47,9 @@ class Mail:
         self._memory, self._post = memory, post
         self._place: dict[int, Stage] = {}  # by size: where parcels are taken to lie
         self._under_way: list[tuple[_Sent, Job]] = []  # and with the jobs, the gradients that are read
+        self._lock = threading.Lock()  # of that list: a save waits for updates in a thread of its own
         self._gate: Workers | None = None  # for those that a save still has to copy
+        self._gated: list[Future[None]] = []
         self._failure: tuple[str, BaseException] | None = None
         alive.add(self)
 
@@ -54,32 +58,44 @@ class Mail:
         post = Post.open(team, memory.data_ptr(), memory.numel(), copies.roads, copies.number)
         return None if post is None else cls(memory, copies, team, post)
 
-    def submit(self, job: Job, backlog: int | None = None) -> Done:
-        """Make an update due; what tells when it is done. `backlog`: while so many wait on the device, this
-        one is not added."""
+    def submit(self, job: Job, backlog: int | None = None) -> None:
+        """Make an update due; from then on `part.done` tells of it. `backlog`: while so many wait on the
+        device, this one is not added."""
         self._let_go_of_done()
         if not count_of(job):
             job.done.set()
-            return job.done
+            job.part.done = job.done
+            return
         part, staged = job.part, Staged(job, self._stage(job.part.stage_bytes))
         parcel = Parcel(self.team, *ways_of(staged), count_of(job), signs_of(job, self.copies))
         parcel.address(self._memory.data_ptr(), staged.stage.memory.numel(), part.turn)
         for task in tasks_of(staged, parcel):
             task()  # which only writes down what is to be done
+        if job.reader is not None:
+            self._wait_at_gate(backlog)
         assert part.signs is not None
-        part.ready = part.signs[1]
         sent = _Sent(self._post, parcel)
-        self._under_way.append((sent, job))
+        with self._lock:
+            self._under_way.append((sent, job))
+        part.ready, part.done = part.signs[1], sent
         if job.reader is None:
             self._post.send(parcel, backlog)
         else:
-            self._gate = self._gate or Workers(1)
-            self._gate.submit(partial(self._send_later, parcel, part, job.reader))
-        return sent
+            assert self._gate is not None
+            later = partial(self._send_later, parcel, part, job.reader, backlog)
+            self._gated.append(self._gate.submit(later))
+
+    def _wait_at_gate(self, backlog: int | None) -> None:
+        """Those that a save still has to copy wait on the device, too."""
+        self._gate = self._gate or Workers(1)
+        self._gated = [each for each in self._gated if not each.done()]
+        if backlog is not None and len(self._gated) >= backlog:
+            wait(self._gated[: len(self._gated) - backlog + 1])
 
     def _let_go_of_done(self) -> None:
-        """Gradients go with their updates. Only this thread can tell: couriers touch nothing of Python's."""
-        self._under_way = [(sent, job) for sent, job in self._under_way if not sent.is_set()]
+        """Gradients go with their updates. Couriers touch nothing of Python's, so they cannot tell."""
+        with self._lock:
+            self._under_way = [(sent, job) for sent, job in self._under_way if not sent.is_set()]
 
     def _stage(self, nbytes: int) -> Stage:
         """Memory at the beginning of all: couriers find other for it. See `Parcel`."""
@@ -88,11 +104,11 @@ class Mail:
             self._place[size] = Stage(self._memory[:size])
         return self._place[size]
 
-    def _send_later(self, parcel: Parcel, part: Part, reader: Reader) -> None:
+    def _send_later(self, parcel: Parcel, part: Part, reader: Reader, backlog: int | None) -> None:
         """[Note: saved meanwhile]: what was due before the save has been sent already."""
         try:
             reader.copied_of(part)
-            self._post.send(parcel)
+            self._post.send(parcel, backlog)
         except BaseException as error:  # it must reach the training thread, whatever it is
             self._failure = self._failure or (part.label, error)
 
@@ -132,6 +148,13 @@ class Mail:
             self._gate.halt()
         self._post.drop()
         self._post.close()
+        self.team.close()
+
+    def forget(self) -> None:
+        """This process is a child of the one that has the threads."""
+        self._lock, self._gate = threading.Lock(), None
+        self._post.forget()
+        self.team.forget()
 
     def __del__(self) -> None:
         """Nobody closed it. The couriers end before the memory goes that they use."""

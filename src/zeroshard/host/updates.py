@@ -81,13 +81,22 @@ class HostUpdates:
         """Make a part's update due; with `undo` the one that stands is taken back first, and without a
         `scale` that is all. `hold`: see [Note: a step ahead]."""
         assert part.flat is not None
+        if not part.known:  # no forward has asked for it since: two updates of one part have an order
+            self.wait(part)
         stands, held = part.taken if undo else None, hold or (undo and part.holding)
-        part.taken = None if scale is None else part.stretches(scale)
-        part.holding, part.known = hold, False
-        landed = self.crew.copies.here()
-        job = Job(part, part.flat, part.taken, landed, stands, held, part.let_read())
-        # Gradients that wait on the device take room there; without `undo` none was planned for all of them.
-        part.done = self.crew.submit(job, None if self.undo or hold else BACKLOG)
+        before, reader, done = (part.taken, part.holding, part.known), part.let_read(), part.done
+        taken = None if scale is None else part.stretches(scale)
+        job = Job(part, part.flat, taken, self.crew.copies.here(), stands, held, reader)
+        part.taken, part.holding, part.known = taken, hold, False
+        try:
+            # Gradients that wait on the device take room there; without `undo` none was planned for all.
+            self.crew.submit(job, None if self.undo or hold else BACKLOG)
+        except BaseException:
+            if part.done is done:  # it was not begun
+                part.taken, part.holding, part.known = before
+                if reader is not None:
+                    part.read_by(reader)
+            raise
 
     # ------------------------------------------------------------------ step
 
@@ -224,6 +233,12 @@ class HostUpdates:
         self.crew.wait_for(part.done)
         part.ready.wait_on_device()
         part.known = True
+
+    def await_unasked(self) -> None:
+        """Gradients are about to land again: what no forward has asked for may still be read from there."""
+        for part in self.parts:
+            if not part.known and not part.holding:
+                self.wait(part)
 
     def finish(self, part: Part, done: Done) -> None:
         """Wait in any thread for an update that was the last to be begun when `part.done` was this event."""

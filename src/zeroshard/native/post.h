@@ -223,7 +223,7 @@ EXPORT void *zs_post_open(struct team *team, const struct device *device, int32_
 /* Makes a parcel due. With a `backlog` it waits while so many are, and does not if something failed. */
 EXPORT void zs_post_send(struct post *post, struct parcel *parcel, int32_t backlog) {
     pthread_mutex_lock(&post->lock);
-    while (backlog > 0 && post->due >= backlog && !post->error) pthread_cond_wait(&post->done, &post->lock);
+    while (backlog > 0 && post->due >= backlog && !post->error && !post->closing) pthread_cond_wait(&post->done, &post->lock);
     struct parcel **last = &post->first;
     while (*last) last = &(*last)->after;
     *last = parcel;
@@ -260,6 +260,7 @@ EXPORT int32_t zs_post_error(struct post *post) {
 EXPORT void zs_post_drop(struct post *post) {
     pthread_mutex_lock(&post->lock);
     post->first = 0, post->due = 0;
+    pthread_cond_broadcast(&post->done);
     pthread_mutex_unlock(&post->lock);
 }
 

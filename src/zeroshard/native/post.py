@@ -78,6 +78,10 @@ class Post:
         if handle is not None:
             self._calls.close(handle)
 
+    def forget(self) -> None:
+        """The couriers are those of a parent, and not here."""
+        self._handle = None
+
     def _open(self) -> int:
         if self._handle is None:
             raise StateError("Post: used after close; open a new one")

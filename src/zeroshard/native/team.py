@@ -87,6 +87,10 @@ class Team:
                 self._asking -= 1
                 self._lock.notify_all()
 
+    def forget(self) -> None:
+        """The threads are those of a parent, and not here."""
+        self._handle, self._lock, self._asking = None, threading.Condition(), 0
+
     def close(self) -> None:
         """End the threads, after what was asked of them."""
         with self._lock:

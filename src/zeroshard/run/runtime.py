@@ -201,9 +201,10 @@ class Runtime:
             return
         self._task, self._nested, self._stray = task, False, False
         Variable._execution_engine.queue_callback(self.end_backward)
-        for unit in self.units:
-            if unit.depth == 0:
-                unit.stand_leaves()
+        if self._host_updates is not None:
+            self._host_updates.await_unasked()
+        for unit in (unit for unit in self.units if unit.depth == 0):
+            unit.stand_leaves()
 
     def arrived(self, unit: LiveUnit, param: Param) -> None:
         """Autograd has accumulated a leaf's gradient."""
@@ -396,9 +397,8 @@ class Runtime:
             yield
         finally:
             self._keep_full = False
-            for unit in self.units:
-                if unit.depth == 0:
-                    unit.release()
+            for unit in (unit for unit in self.units if unit.depth == 0):
+                unit.release()
 
     def adopt_parts(self, parts: list[Part]) -> None:
         unit_of = {id(p): unit for unit in self.units for p in unit.params}
