@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 
 import pytest
 
+from zeroshard.comm import whereabouts
 from zeroshard.comm.whereabouts import Whereabouts
 
 
-def test_frames_of_a_thread_that_runs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at once it rests."""
+def test_the_stack_of_a_thread_that_runs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at once it rests."""
     looks: list[int] = []
-    frames = sys._current_frames
-    monkeypatch.setattr(sys, "_current_frames", lambda: (looks.append(1), frames())[1])
+    stack_of = whereabouts.stack_of
+    monkeypatch.setattr(whereabouts, "stack_of", lambda thread: (looks.append(1), stack_of(thread))[1])
     made: list[Whereabouts] = []
     rest, end = threading.Event(), threading.Event()
 
@@ -46,3 +46,30 @@ def test_frames_of_a_thread_that_runs_are_left_alone(monkeypatch: pytest.MonkeyP
     looks.clear()
     assert made[0].collective(0.0) is None  # nor of one that has ended
     assert not looks
+
+
+def test_a_stack_is_looked_at_while_its_thread_runs_on() -> None:
+    """Thousands of times; a walk from frame to frame crashes. It has the last call first."""
+    over = threading.Event()
+
+    def deep(left: int) -> None:
+        if left:
+            deep(left - 1)
+
+    def work() -> None:
+        while not over.is_set():
+            deep(30)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert thread.ident is not None
+    end, names = time.monotonic() + 2, set[str]()
+    while time.monotonic() < end:
+        stack = whereabouts.stack_of(thread.ident)
+        names |= {frame.name for frame in stack}
+        calls = [frame.name for frame in stack if frame.name in ("deep", "work")]
+        assert calls == sorted(calls)
+    over.set()
+    thread.join()
+    assert {"deep", "work"} <= names
+    assert whereabouts.stack_of(thread.ident) == () or not thread.is_alive()

@@ -1,22 +1,27 @@
 """Where this rank is while a peer waits for it: inside a collective of `torch.distributed`, or in `shard`.
 
 A user's own all-reduce, or clipping by a norm over DTensors, blocks inside torch, where our waits cannot see
-it. If one rank is there and all others wait for it in ours, the run would hang until a timeout. The frames of
-the rank's thread show it, so the guard thread of a transport looks at them. The same goes for a rank that
+it. If one rank is there and all others wait for it in ours, the run would hang until a timeout. The stack of
+the rank's thread shows it, so the guard thread of a transport looks at it. The same goes for a rank that
 waits for the others to come to another `shard`.
 
-[Note: only of a thread that rests] Frames of a thread that runs on while they are looked at seem to have
-crashed the interpreter once (3.11, a busy machine, in `PyFrame_GetBack`). So they are looked at only if the
-thread has used next to no processor time since the last look, as one that waits does.
+[Note: a stack in one piece] Whoever goes from one frame of another thread to the next in Python may lose the
+interpreter in between; the other thread runs on, and the next step crashes the process (3.11, busy machines,
+in `PyFrame_GetBack`). `faulthandler` writes a whole stack without giving the interpreter away. That takes a
+while, so it is asked for only if the thread has used next to no processor time since the last look, as one
+that waits does.
 """
 
 from __future__ import annotations
 
-import sys
+import faulthandler
+import re
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +35,14 @@ _PACKAGE = Path(__file__).parents[1]
 _MEETING = str(_PACKAGE / "comm" / "rendezvous.py")
 _HAS_CLOCKS = hasattr(time, "pthread_getcpuclockid")  # not on macOS
 _RESTS = 0.1  # processor time over time, at most
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    name: str
 
 
 class Whereabouts:
@@ -39,7 +52,7 @@ class Whereabouts:
         self._thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread) if _HAS_CLOCKS else None
         self._looked, self._used = time.monotonic(), 0.0
-        self._place: tuple[int, int] | None = None
+        self._place: Sequence[Frame] | None = None
         self._since = 0.0
 
     def collective(self, longer_than: float) -> str | None:
@@ -48,23 +61,22 @@ class Whereabouts:
         if not self._rests():
             self._place = None
             return None
-        innermost = sys._current_frames().get(self._thread)
-        outermost = _outermost(innermost)
+        frames = stack_of(self._thread)
+        inside = [at for at, frame in enumerate(frames) if frame.file in (*_COLLECTIVES, _MEETING)]
+        outer = frames[inside[-1] :] if inside else ()
         # A meeting looks again and again; within a collective every part of it counts anew.
-        meeting = outermost is not None and outermost.f_code.co_filename == _MEETING
-        frame = outermost if meeting else innermost
-        place = (id(frame), frame.f_lasti) if frame is not None and outermost is not None else None
-        now = time.monotonic()
+        meeting = bool(outer) and outer[0].file == _MEETING
+        place, now = (outer if meeting else frames) if outer else None, time.monotonic()
         if place != self._place:
             self._place, self._since = place, now
-        if outermost is None or now - self._since < longer_than:
+        if not outer or now - self._since < longer_than:
             return None
-        name = outermost.f_code.co_name
+        name = outer[0].name
         what = "a collective of torch" if name.startswith("_") else f"torch.distributed.{name}"
-        return ("the others to come to `shard`" if meeting else what) + _caller(outermost)
+        return ("the others to come to `shard`" if meeting else what) + _caller(outer)
 
     def _rests(self) -> bool:
-        """See [Note: only of a thread that rests]."""
+        """Whether it has hardly run since the last look."""
         if self._clock is None:
             return True
         before, self._looked = self._looked, time.monotonic()
@@ -76,17 +88,23 @@ class Whereabouts:
         return self._used - used <= _RESTS * (self._looked - before)
 
 
-def _outermost(frame: FrameType | None) -> FrameType | None:
-    """The first call into a collective on the way to `frame`."""
-    found = None
-    while frame is not None:
-        if frame.f_code.co_filename in (*_COLLECTIVES, _MEETING):
-            found = frame
-        frame = frame.f_back
-    return found
+def stack_of(thread: int) -> tuple[Frame, ...]:
+    """What a thread of this process is in, the last call first; see [Note: a stack in one piece]."""
+    with tempfile.TemporaryFile("w+", encoding="ascii", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = file.read().splitlines()
+    found, ours = list[Frame](), False
+    for line in lines:
+        if header := _THREAD.match(line):
+            ours = int(header[1], 16) == thread
+        elif ours and (frame := _FRAME.match(line)):
+            found.append(Frame(frame[1], int(frame[2]), frame[3]))
+    return tuple(found)
 
 
-def _caller(frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, str(_PACKAGE))):
-        frame = frame.f_back
-    return "" if frame is None else f" (called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+def _caller(frames: Sequence[Frame]) -> str:
+    """Who called into torch or this package."""
+    others = (frame for frame in frames if not frame.file.startswith((_TORCH, str(_PACKAGE))))
+    found = next(others, None)
+    return "" if found is None else f" (called at {Path(found.file).name}:{found.line})"
