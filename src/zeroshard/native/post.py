@@ -4,32 +4,21 @@ interpreter] in `trip`. Python asks whether they are done."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 from zeroshard.errors import StateError
 
 from . import abi, loader
 from .team import Team
-from .trip import Copy, Journey, Roads, Signs
+from .trip import Journey, Roads
 
 
 class Parcel(Journey):
     """Made by a courier. Its addresses are written down as if its staging memory began at `place`; the
     courier finds `nbytes` for it elsewhere. `turn`: as which of all parts forward asks for it."""
 
-    def __init__(
-        self,
-        team: Team,
-        out: Sequence[Copy],
-        back: Sequence[Copy],
-        updates: int = 1,
-        signs: Signs | None = None,
-    ) -> None:
-        super().__init__(team, out, back, updates, signs)
-        self.record = abi.Parcel(errands=ctypes.addressof(self.errands), count=updates)
-
     def address(self, place: int, nbytes: int, turn: int) -> None:
-        self.record.place, self.record.bytes, self.record.turn = place, nbytes, turn
+        errands = ctypes.addressof(self.errands)
+        self.record = abi.Parcel(errands, len(self.errands), place, nbytes, turn)
 
     @property
     def done(self) -> bool:
