@@ -15,8 +15,9 @@ from zeroshard.machine import Machine
 
 # Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
 # in forward and in backward. And as sending a part to the host takes, and its share of `optimizer.step()`.
-HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 28, 4
-IN_HAND = 4  # parts that the host has taken up, as in `crew`: updated or on their way to it
+HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 12, 4
+# Parts ahead of one that lands: couriers have taken four up, of which one is half done or already leaves.
+IN_HAND = 3
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
 # on the CPU, from benchmarks/micro_codec.py. The others keep up with it.
 SLOWER: dict[bool, dict[str, tuple[float, float]]] = {
@@ -52,7 +53,7 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     beside = {"compute": compute, "exchange": exchange - alone}
     held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.bundles), default=4)
     touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
-    last = 0.0  # what comes after all that runs side by side
+    last = awaited = 0.0  # what comes after all that runs side by side; for what the next forward waits
     if touched["device"]:
         last = touched["device"] / (machine.update_rate or machine.memory_rate)
         last += held["device"] * _widened(setup, width) / machine.memory_rate
@@ -70,7 +71,7 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
             root = sum(_compute(setup, [s for s in segments if not s.unit], machine))
             beside["host update"] = update + root + (computed[1] if at_end else 0.0)
             behind = update - (0.0 if at_end else computed[1])
-            beside["compute"] += _awaited(setup, update / away, width / machine.pcie, behind)
+            awaited = _awaited(setup, update / away, width / machine.pcie, behind)
         else:
             last += update
     if held["disk"]:
@@ -78,13 +79,14 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
         beside_it = parts["host update"] if "host update" in beside else 0.0
         launched = _launched(setup, segments, machine, computed[1], beside_it)
-        # Backward is over when the norm is known: the device has nothing to do until the step has been.
+        # Backward is over when the norm is known: the device has nothing to do until the step has been. The
+        # host updates meanwhile.
         stepped = STEPPED * machine.launch * sum(part.native for part in setup.parts)
         parts["interpreter"] = sum(launched) + stepped
+        awaited = max(awaited, stepped)
         # The device waits for Python in each pass that it is faster in, and makes up for it in no other.
-        beside["compute"] += stepped + sum(
-            max(late - work, 0.0) for late, work in zip(launched, computed, strict=True)
-        )
+        beside["compute"] += sum(max(late - work, 0.0) for late, work in zip(launched, computed, strict=True))
+    beside["compute"] += awaited
     return Seconds(parts, max(beside.values()) + alone + last)
 
 
