@@ -8,7 +8,6 @@ with the machine's figures that they record. No GPU is needed. Of a case that se
 
 import argparse
 import json
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -50,12 +49,11 @@ def main():
     for row in made:
         row["measured"].pop("blocks", None)  # what lay at the peak: large, and of use to its own commit only
     if args.out:
-        commits = ", ".join(dict.fromkeys(re.sub(r"^(\w{7})\w*", r"\1", row["commit"]) for row in made))
         facts = {name: value for name, value in told[0].items() if name != "rows"}
         command = (
             "python benchmarks/gpu/plan_error.py`, predicted anew by `python benchmarks/gpu/plan_again.py"
         )
-        write(args.out, facts | {"commit": commits, "command": command, "note": args.note}, made)
+        write(args.out, facts | {"command": command, "note": args.note}, made)
     print("\n".join([*summary(made), "", *table(made)]))
 
 

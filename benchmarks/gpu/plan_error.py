@@ -15,6 +15,7 @@ import argparse
 import datetime
 import itertools
 import json
+import re
 import select
 import subprocess
 import sys
@@ -212,8 +213,14 @@ def steadiness(rows):
     return [line + others, ""] if steady else []
 
 
+def commits(rows):
+    """Of which sources these rows are, shortened."""
+    return ", ".join(dict.fromkeys(re.sub(r"^(\w{7})\w*", r"\1", row["commit"]) for row in rows))
+
+
 def write(path, facts, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
+    facts = facts | {"commit": commits(rows)}
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)
@@ -251,6 +258,7 @@ def parsed(argv):
     parser.add_argument("--case-seconds", type=float, default=120, help="a case that takes longer is ended")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
+    parser.add_argument("--commit", help="of these sources, where they are no checkout of git")
     return parser.parse_args(argv)
 
 
@@ -261,11 +269,10 @@ def main(argv=None):
     name = torch.cuda.get_device_name(0) if args.device == "cuda" else hardware()
     path = args.out or HERE.parent / "results" / f"{datetime.date.today()}-{args.device}-plan-error.json"
     known = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
-    rows = {key(row): row for row in known}
+    rows, source = {key(row): row for row in known}, args.commit or commit()
     facts = {
         "device": name,
         "torch": version("torch"),
-        "commit": commit(),
         "command": "python benchmarks/gpu/plan_error.py",
         "seq": args.seq,
     }
@@ -281,7 +288,8 @@ def main(argv=None):
             if worker is not None:
                 worker.stop()
             worker, at = Worker(case["world"], args.device), (case["size"], case["world"])
-        row = rows[key(case)] = worker.measure(case, min(args.case_seconds, spare + 45))
+        row = worker.measure(case, min(args.case_seconds, spare + 45)) | {"commit": source}
+        rows[key(case)] = row
         write(path, facts, list(rows.values()))
         said = {what: f"{e:+.1%}" for what in BARS if (e := error(row, what)) is not None}
         took = row.get("wall_s", "?")
