@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -119,13 +120,12 @@ def timed(row):
 
 
 def was(row, what):
-    """What was measured; of steps the mean, since an overlapped update moves time from one into the next."""
-    measured = row["measured"]
-    return (
-        sum(measured["steps"]) / len(measured["steps"])
-        if what == "step" and "steps" in measured
-        else measured[what]
-    )
+    """What was measured; of steps the median of the means of neighbours: an overlapped update moves time from
+    one into the next, and others on the machine disturb single ones."""
+    steps = row["measured"].get("steps", [])
+    if what != "step" or len(steps) < 2:
+        return row["measured"][what]
+    return statistics.median((one + two) / 2 for one, two in itertools.pairwise(steps))
 
 
 def way(row):
@@ -207,7 +207,8 @@ def steadiness(rows):
     steady = sum("warm_up" in row.get("measured", {}) for row in rows)
     line = (
         f"Step times of {steady} of {len(rows)} rows are of the steady state: after at least two steps, with "
-        "offload after two whose updates began in backward, for at least 1.5 s."
+        "offload after two whose updates began in backward, for at least 1.5 s; the median of the means of "
+        "neighbours."
     )
     others = " The others are steps after two." if steady < len(rows) else ""
     return [line + others, ""] if steady else []
