@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,15 @@ from torch import nn
 import zeroshard as zs
 from zeroshard import cli
 from zeroshard.comm import connect
+from zeroshard.comm.simulated import SimulatedTransport
 from zeroshard.launch import environment, local
 from zeroshard.launch.job import Job
 from zeroshard.machine import machine
 from zeroshard.native import AdamRows, AdamStep, SgdRows, SgdStep, Team, Workers, sgd_update
 from zeroshard.planning import measure
+from zeroshard.planning.promise import Promise
 from zeroshard.tier.arena import Arena
+from zeroshard.tier.pool import Ledger
 
 CPU = torch.device("cpu")
 
@@ -221,6 +225,14 @@ def test_measuring_a_gpu_that_is_not_there(
     no_gpu(monkeypatch)
     assert cli.main(["machine", "--device", "cuda:0", "--again"]) == 1
     assert "OptionError: cuda:0 cannot be measured: torch sees no GPU." in capsys.readouterr().err
+
+
+def test_a_limit_that_the_gpu_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    promise = Promise(plan(ranks=1, limit="4TiB"), SimulatedTransport(0, 1, torch.device("cuda", 0)), {})
+    with pytest.raises(zs.PlanError, match=r"limit=4\.0 TiB, and cuda:0 has 80\.0 GiB: plan for less"):
+        promise.hold(nn.Linear(8, 8), Ledger())
 
 
 def test_measuring_what_is_no_device(capsys: pytest.CaptureFixture[str]) -> None:
