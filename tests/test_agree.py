@@ -55,6 +55,13 @@ def with_buffer(size: int) -> nn.Module:
     return model
 
 
+def with_buffers(*names: str) -> nn.Module:
+    model = net()
+    for name in names:
+        model.register_buffer(name, torch.zeros(2))
+    return model
+
+
 def unfilled() -> nn.Module:
     with torch.device("meta"):
         return net()
@@ -94,6 +101,10 @@ DIFFERENCES: dict[str, tuple[Callable[[], Given], Callable[[], Given], str]] = {
     "order": (
         plain, lambda: plain(net(names=("second", "first"))),
         "the order of the parameters: it is `first.weight` … `second.bias` (4 parameters, checksum ",
+    ),
+    "order of buffers": (
+        lambda: plain(with_buffers("sin", "cos")), lambda: plain(with_buffers("cos", "sin")),
+        "the order of buffers. Every rank must build the same model.",
     ),
     "optimizer": (
         plain, lambda: with_optimizer(lambda m: SGD(m.parameters(), lr=1e-3)),

@@ -91,7 +91,7 @@ def test_inspect_compares_with_a_model(folder: Path, capsys: pytest.CaptureFixtu
         ("zoo_good", "must be MODULE:FACTORY"),
         ("no_such_module:build", "No module named 'no_such_module'"),
         ("zoo_good:broken", "raised ValueError on the meta device: no config"),
-        ("zoo_good:number", "returned a int, not a module"),
+        ("zoo_good:number", "zoo_good:number() returned a int, not a module"),
     ):
         assert cli.main(["inspect", "1", "--against", factory]) == 1
         assert reason in capsys.readouterr().err

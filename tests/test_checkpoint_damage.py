@@ -203,6 +203,7 @@ def test_too_little_room_is_seen_before_writing(small_disk: Path) -> None:
     saved_once(small_disk / "1")
     text = refused_save(small_disk / "2", big(3))
     assert f"saving to {small_disk}/2 needs 3.0 MiB and" in text
+    assert "are free there. Free space, save elsewhere, or pass keep= to remove old checkpoints." in text
     assert f"The latest complete checkpoint besides it is {small_disk}/1." in text
     assert os.listdir(small_disk) == ["1"]
 

@@ -224,8 +224,21 @@ def test_ranks_must_allocate_alike(kind: str) -> None:
     found = threads(kind, 2, body, fails=True)
     assert all(isinstance(error, RankError) for error in found)
     assert len({str(error) for error in found}) == 1
-    assert "rows" in str(found[0])
-    assert "torch.float64" in str(found[0])
+    said = {
+        "shm": "ranks allocate different regions: rank 0 rows (torch.float32), rank 1 rows (torch.float64). ",
+        "gloo": "[['torch.float32', 1], ['torch.float64', 1]] (dtype and lane in rank order). Every rank",
+    }
+    assert said[kind] in str(found[0])
+
+
+def test_more_regions_than_there_are_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(transport: Transport) -> None:
+        for number in range(3):
+            transport.allocate(f"rows {number}", 4, torch.float32)
+
+    monkeypatch.setattr("zeroshard.comm.shm.MAX_LANES", 2)
+    for error in threads("shm", 2, body, fails=True):
+        assert str(error) == "more than 2 regions on one transport: make units or buckets larger"
 
 
 def test_lack_of_memory_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,4 +256,5 @@ def test_lack_of_memory_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatc
     assert all(isinstance(error, TierError) for error in found)
     assert {str(error) for error in found} == {str(found[0])}
     assert "rank 1 has no 4194304 bytes of shared memory for 'rows'" in str(found[0])
+    assert str(found[0]).endswith(". Free memory, enlarge the container's limit, or use more ranks.")
     assert open_files() == files

@@ -238,5 +238,5 @@ def test_patterns_must_decide_about_something() -> None:
         OptionError, match='"head" matches no trainable parameter that no earlier pattern has'
     ):
         check_patterns(routes_of({"*": zs.Int8(), "head": None}), names)
-    with pytest.raises(OptionError, match=r'gather: pattern "norm" matches no parameter\. Patterns'):
+    with pytest.raises(OptionError, match=r'"norm" matches no parameter\. Patterns are tried in the order'):
         check_patterns(routes_of({"norm": None, "*": zs.Int8()}, "gather"), names, "gather")

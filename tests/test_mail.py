@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.checkpoint.staging import Image
 from zeroshard.errors import TierError
+from zeroshard.host.crew import Crew
 from zeroshard.host.due import Job
 from zeroshard.host.mail import Mail
 from zeroshard.host.updates import BACKLOG
@@ -84,12 +86,42 @@ def test_what_failed_on_the_way_is_raised_in_the_training_thread(monkeypatch: py
     model, optimizer, run = offloaded(clip_norm=math.inf)
     with monkeypatch.context() as patch:
         patch.setattr(Post, "error", 719)
-        with pytest.raises(TierError, match="answered a copy between device and host with error 719"):
+        with pytest.raises(TierError, match=r"a part failed: CUDA answered a copy .* with error 719"):
             model(batch(0, 0)).backward()
     optimizer.zero_grad()
     model(batch(0, 0)).backward()
     optimizer.step()
     run.close()
+
+
+SAID = r"the host update of `.* failed: MemoryError: no room for the copy"
+
+
+def failing(*_: object) -> None:
+    raise MemoryError("no room for the copy")
+
+
+def test_a_part_that_a_save_could_not_copy_is_named() -> None:
+    model, _, run = offloaded(clip_norm=math.inf)
+    mail, saving = mail_of(run), SimpleNamespace(copied_of=failing)
+    mail._send_later(None, run._runtime.host.parts[0], saving, None)  # type: ignore[arg-type, union-attr]
+    with pytest.raises(TierError, match=SAID):
+        model(batch(0, 0)).backward()
+
+
+def test_a_part_that_threads_of_python_could_not_update_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    coded = zs.Offload(stage_bytes=4096, threads=2, moments="int8")
+    model, optimizer, run = offloaded(offload=coded, clip_norm=math.inf)
+    monkeypatch.setattr(Crew, "_update", failing)
+
+    def train() -> None:
+        for step in range(3):
+            model(batch(step, 0)).backward()
+            optimizer.step()
+
+    for use in (train, run.close):
+        with pytest.raises(TierError, match=SAID):
+            use()
 
 
 @pytest.mark.parametrize("clip", [math.inf, 1e9, 1e-3])

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from torch.optim import SGD, AdamW, Optimizer
 
 import zeroshard as zs
@@ -111,6 +113,19 @@ def test_lazy_modules() -> None:
     said = r"`0.weight` is uninitialised \(a lazy module\)\. Run one forward pass before shard\(\)"
     with pytest.raises(zs.ModelError, match=said):
         zs.shard(model)
+
+
+def shard_what_another_library_has_sharded() -> str:
+    model = distribute_module(Net(), init_device_mesh("cpu", (2,)))
+    with pytest.raises(zs.ModelError) as caught:
+        zs.shard(model)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_model_of_dtensors() -> None:
+    said = "this model holds DTensors: another library has sharded it. Pass a plain model."
+    assert ranks(2).run(shard_what_another_library_has_sharded) == [said, said]
 
 
 def test_model_on_two_devices() -> None:

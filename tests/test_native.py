@@ -22,6 +22,7 @@ from native_case import (
 from torch import Tensor
 
 from zeroshard import native
+from zeroshard.errors import OptionError
 from zeroshard.native import AdamRows, AdamStep, Moves, SgdRows, SgdStep, loader
 
 FIXTURES = (both_paths, each_path)  # pytest finds them among the names of this module
@@ -121,6 +122,8 @@ def test_the_weight_may_replace_the_gradient_and_a_split_master_equals_a_plain_o
         assert_same_bits(native.join(half_weight, halves.remainder), plain.master)
         assert_same_bits(half_weight, slot)
     assert_same_bits(halves.exp_avg_sq, plain.exp_avg_sq)
+    with pytest.raises(OptionError, match='ties=\'up\'; "even" or "away" is needed'):
+        native.adam_update(plain, slot, slot, numbers, ties="up")
 
 
 # -- SGD

@@ -99,8 +99,16 @@ def test_it_runs_under_a_launcher_and_looks_good() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.ranks
+def test_one_rank_has_no_links() -> None:
+    command = [sys.executable, "-m", "zeroshard", "run", "--ranks", "1", "-m", "zeroshard", "net"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "OptionError: one rank has no links: start two or more." in done.stderr
+
+
 def test_without_ranks_it_says_how_to_start_some(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["net"]) == 1
     assert "--ranks 2 or more" in capsys.readouterr().err
     assert cli.main(["net", "--ranks", "2", "--step", "0"]) == 1
-    assert "must be above zero" in capsys.readouterr().err
+    assert "--parameters, --step and --seconds must be above zero." in capsys.readouterr().err

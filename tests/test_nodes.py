@@ -226,7 +226,7 @@ def refused(options: dict[str, Any]) -> str:
 
 def test_one_node_has_nothing_to_keep() -> None:
     for told in ranks(2).run(refused, {"stage": 3, "node_cache": True}):
-        assert "all 2 ranks are on one node" in told
+        assert "joins nodes of several ranks, and all 2 ranks are on one node: drop it, or to try it" in told
         assert "ranks_per_node=" in told
 
 

@@ -39,7 +39,7 @@ def sharded(offload: zs.Offload, **options: Any) -> zs.Run:
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:
-    told = r"needs 2\d\d\.\d KiB a rank, and .*/absent does not exist.*mkdir"
+    told = r"needs 2\d\d\.\d KiB a rank, and .*/absent does not exist: create it \(mkdir -p .*/absent\), or"
     with pytest.raises(zs.TierError, match=told):
         sharded(on_disk(tmp_path / "absent"))
     (tmp_path / "file").write_text("")

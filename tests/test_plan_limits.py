@@ -278,6 +278,7 @@ def test_a_limit_is_never_exceeded() -> None:
     """Where the drift would exceed the limit itself, it is refused before it is allocated."""
     for _, refused in ranks(2).run(kept_full, 0):
         assert "more of gathered would make" in refused
+        assert refused.endswith(". Nothing was allocated for them.")
         assert "and the limit is" in refused
 
 

@@ -34,6 +34,14 @@ class Idle(nn.Module):
         self.register_buffer("scale", torch.ones(8))
 
 
+class Detached(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
 def plan(model: Any = None, optimizer: Any = None, **asked: Any) -> zs.Plan:
     return zs.plan(nn.Linear(8, 8) if model is None else model, optimizer, ranks=2, limit="1GiB", **asked)
 
@@ -59,6 +67,10 @@ def plan(model: Any = None, optimizer: Any = None, **asked: Any) -> zs.Plan:
         (
             {"model": nn.Linear(8, 8).requires_grad_(False), "batch": torch.zeros(2, 8)},
             "no parameter of the model is trainable",
+        ),
+        (
+            {"model": Detached(), "batch": torch.zeros(2, 8)},
+            "the model's output has no gradient, so no backward can be traced. Pass loss=, a function",
         ),
     ],
 )

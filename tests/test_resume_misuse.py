@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_buffers_and_step_counts_come_back(tmp_path: Path) -> None:
     assert torch.equal(norm.running_mean, wanted)
     assert int(norm.num_batches_tracked) == 1
     assert run.stats().steps == 1
+    run.close()
+
+
+def test_state_that_the_host_was_not_built_for(tmp_path: Path) -> None:
+    host = {"offload": zs.Offload(), "clip_norm": math.inf}
+    model, optimizer, run = made(kind=partial(torch.optim.SGD, momentum=0.9), **host)
+    step(model, optimizer)
+    run.save(tmp_path / "momentum")
+    run.close()
+    _, _, run = made(kind=torch.optim.SGD, **host)
+    said = r"has state `momentum_buffer` there, and the host update here was built without it\. Build the opt"
+    with pytest.raises(zs.CheckpointError, match=said):
+        run.load(tmp_path / "momentum")
     run.close()
 
 
@@ -164,7 +178,8 @@ def test_hyperparameters_and_schedulers_come_back(tmp_path: Path) -> None:
     run.save(tmp_path / "two", schedulers=[schedule])
     run.close()
     model, optimizer, run = made()
-    with pytest.raises(zs.CheckpointError, match="it holds 1 schedulers and 0 were given"):
+    said = r"two does not fit this run: it holds 1 schedulers and 0 were given\. Pass to run\.load\(\) what"
+    with pytest.raises(zs.CheckpointError, match=said):
         run.load(tmp_path / "two")
     later = MultiStepLR(optimizer, [1, 3])
     run.load(tmp_path / "two", schedulers=[later])

@@ -41,6 +41,13 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     assert time.monotonic() - begun < TIMEOUT / 2
 
 
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    with pytest.raises(
+        RankError, match=r"rank 1 did not come to 'place' within 0 s of rank 0\. Every rank must call `shard`"
+    ):
+        Rendezvous(HashStore(), 0, 2, 0.05).share("place", None)
+
+
 def test_the_first_word_about_an_end_stays() -> None:
     store = HashStore()
     roll = Roll(store, 1)

@@ -10,7 +10,7 @@ from .adam import AdamRows, AdamStep, adam_update
 from .checksum import copy_crc32, crc32
 from .master import Ties, join, split
 from .moves import Moves
-from .pages import allocate
+from .pages import allocate, trim
 from .post import Parcel, Post
 from .sgd import SgdRows, SgdStep, sgd_update
 from .sums import Span, accumulate, cast, sum_pieces, sum_spans
@@ -46,5 +46,6 @@ __all__ = [
     "split",
     "sum_pieces",
     "sum_spans",
+    "trim",
     "usable_cores",
 ]

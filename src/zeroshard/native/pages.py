@@ -7,8 +7,10 @@ group starts at another offset. Huge pages spare address translation and make th
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,3 +43,22 @@ def allocate(numel: int, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
         for offset, dtype in zip(offsets, dtypes, strict=True)
     ]
+
+
+def trim() -> None:
+    """Give freed memory back to the system. glibc keeps what was freed below a block in use, and no tensor of
+    the same size fits there again once a small object has taken a part of it. Other libraries have no such
+    call, nor that need."""
+    give_back = _trimmer()
+    if give_back is not None:
+        give_back(0)
+
+
+@functools.cache
+def _trimmer() -> Callable[[int], int] | None:
+    try:
+        found = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_size_t], ctypes.c_int
+    return found

@@ -39,6 +39,8 @@ PLACES = 4  # of staging memory: as many parts are in hand
 def here(device: torch.device, again: bool = False) -> Machine:
     """This machine, from the cache or measured (under a second on a CPU; on a GPU some seconds, and up to
     2 GiB of it, which are given back)."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"{device} cannot be measured: torch sees no GPU.")
     path = cache_folder() / f"machine-{_identity(device)}.json"
     if not again:
         try:
@@ -363,8 +365,6 @@ def _measured_cpu() -> Machine:
 
 
 def _measured_gpu(device: torch.device) -> Machine:
-    if not torch.cuda.is_available():
-        raise OptionError(f"{device} cannot be measured: torch sees no GPU.")
     half = _matmul_rate(8192, torch.bfloat16, device)
     pinned = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(2**26, dtype=torch.uint8, device=device)

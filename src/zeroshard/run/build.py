@@ -1,7 +1,7 @@
 """From a plain model and its optimizers to a runtime: layout, buffers, homes and leaves, unit by unit.
 
 A meta parameter is materialised module by module, its rows are kept and the rest is let go at once: no rank
-ever holds a whole model that it does not keep.
+ever holds a whole model that it does not keep, nor do its pages stay with the process.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from zeroshard.life.param import Bundle, Rests
 from zeroshard.life.shard import Faces, Master, Param, make_home, retire
 from zeroshard.life.step import Update, rows_suffice
 from zeroshard.life.units import Tenant, Unit, find_units
+from zeroshard.native import trim
 from zeroshard.policy import Adaptive, Choice, Delayed, EveryStep, Local, choices_of
 from zeroshard.routes import gather_codec, routes_of
 from zeroshard.sync import AdaptivePace, DelayedGradients, DelayedLocalGradients, DelayedPace, LocalPace, Pace
@@ -42,6 +43,8 @@ from .state import renew_state
 from .wiring import Wiring, sort_of
 
 Init = Callable[[nn.Module], None]
+
+_LOOSE = 4 * 2**20  # bytes made on the way, after which memory that was freed is given back
 
 
 class Builder:
@@ -112,6 +115,7 @@ class Builder:
         if self.host is not None:
             self.host.start()
             self.runtime.adopt_parts(self.host.parts)
+        trim()
         return self.runtime
 
     def give_up(self) -> None:
@@ -349,7 +353,7 @@ class _Materialiser:
         self.device, self.init = device, init
         self._values: dict[int, Tensor] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._states: list[Tensor] | None = None
+        self._loose = 0  # bytes made since freed memory was given back
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             seed = int(torch.randint(2**31, ()).item()) if transport.rank == 0 else 0
             self._seed = int(transport.max([float(seed)])[0])
@@ -375,8 +379,12 @@ class _Materialiser:
     def _make(self, tenant: Tenant) -> None:
         """Give the module real memory for its own parameters and buffers, initialise them, and put the
         meta ones back."""
+        if self._loose >= _LOOSE:  # not later: what this module takes would come on top
+            trim()
+            self._loose = 0
         module = tenant.places[0].module
         metas = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+        self._loose += sum(p.nbytes for p in metas.values())
         for name, p in metas.items():
             module._parameters[name] = nn.Parameter(
                 torch.empty_like(p, device=self.device), requires_grad=p.requires_grad
