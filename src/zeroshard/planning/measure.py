@@ -366,9 +366,9 @@ def _measured_cpu() -> Machine:
 
 def _measured_gpu(device: torch.device) -> Machine:
     half = _matmul_rate(8192, torch.bfloat16, device)
-    pinned = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    near = pinned(2**26, device)
     there = torch.empty(2**26, dtype=torch.uint8, device=device)
-    pcie = 2**26 / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
+    pcie = 2**26 / _seconds(lambda: there.copy_(near, non_blocking=True), device)
     margin, workspace = _allocator(device)
     memory_rate = _copy_rate(2**27, device)
     count, small = max(torch.cuda.device_count(), 1), _Small(device)

@@ -384,7 +384,8 @@ class _Materialiser:
             self._loose = 0
         module = tenant.places[0].module
         metas = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
-        self._loose += sum(p.nbytes for p in metas.values())
+        if self.device.type == "cpu":
+            self._loose += sum(p.nbytes for p in metas.values())
         for name, p in metas.items():
             module._parameters[name] = nn.Parameter(
                 torch.empty_like(p, device=self.device), requires_grad=p.requires_grad
