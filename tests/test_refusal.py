@@ -133,6 +133,25 @@ def test_it_is_so_over_gloo_and_with_more_ranks() -> None:
     assert said == [REFUSED.format(4, 3) + ALONE["stage"][1]] * 4
 
 
+def refused_early() -> tuple[str, str]:
+    """The other rank comes when this one has gone on."""
+    model, optimizer, _ = plain()
+    if not astray():
+        time.sleep(2)
+    with patch("zeroshard.comm.connect._PATIENCE", 0.2), pytest.raises(zs.ZeroShardError) as caught:
+        zs.shard(model, optimizer, **({"stage": 7} if astray() else {}))
+    dist.barrier()
+    zs.shard(model, optimizer).close()
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.ranks
+def test_who_comes_late_is_told_too() -> None:
+    said = ranks(2).run(refused_early)
+    text = "stage=7 is not one of 0, 1, 2, 3."
+    assert said == [("RankError", f"{REFUSED.format(2, 1)}OptionError: {text}"), ("OptionError", text)]
+
+
 def refused_on_all(same: bool) -> tuple[str, str]:
     model, optimizer, _ = plain()
     options: dict[str, Any] = {"stage": 7 if same or astray() else 0}
@@ -227,15 +246,16 @@ def fails_at_the_end(model: nn.Module, runtime: Any) -> None:
         raise OSError(28, "the disk is full")
 
 
-def fails_while_it_builds(where: str, transport: Any) -> tuple[str, str]:
+def fails_while_it_builds(where: str, transport: Any, per_node: int | None = None) -> tuple[str, str]:
+    options: dict[str, Any] = {"stage": 2, "transport": transport, "ranks_per_node": per_node}
     model: nn.Module = Filled() if where == "filling" else net()
     end = fails_at_the_end if where == "the end" else zs.api._take_buffers
     begun = time.monotonic()
     with patch("zeroshard.api._take_buffers", end), pytest.raises(Exception) as caught:  # noqa: PT011
-        zs.shard(model, SGD(model.parameters(), lr=0.1), transport=transport)
+        zs.shard(model, SGD(model.parameters(), lr=0.1), **options)
     assert time.monotonic() - begun < SOON
     again, optimizer, _ = plain()  # another model: of this one each rank has rows, or nothing
-    zs.shard(again, optimizer, transport=transport).close()
+    zs.shard(again, optimizer, **options).close()
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -250,6 +270,15 @@ def test_what_one_rank_fails_at_all_are_told(
 ) -> None:
     said = ranks(2).run(fails_while_it_builds, where, transport)
     assert said == [("RankError", f"rank 1 failed: {told}"), own]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("where", ["filling", "the end"])
+def test_ranks_that_hear_of_it_from_others_are_told_the_cause(where: str) -> None:
+    *others, _ = ranks(4).run(fails_while_it_builds, where, "nodes", 2)
+    assert {kind for kind, _ in others} == {"RankError"}
+    assert len({text for _, text in others}) == 1
+    assert others[0][1].startswith("rank 3 failed: ")
 
 
 # ---------------------------------------------------------------------- without a launcher

@@ -93,8 +93,8 @@ def together(transport: Transport, what: str, look: Callable[[], None]) -> None:
 
 def tell_failure(transport: Transport, kind: object, error: BaseException | None, trace: object) -> None:
     """At the end of a `with` block in which ranks work together: if this rank has failed, its peers are told
-    why. What a `RankError` says they know, or see themselves."""
-    if error is not None and not isinstance(error, RankError):
+    why. A `RankError` is passed on: not every transport tells all ranks of a failure itself."""
+    if error is not None:
         transport.report(line_of(transport.rank, error))
 
 
