@@ -81,7 +81,9 @@ def main() -> None:
     if ASTRAY and SCENARIO == "raise before shard":
         now()
         raise ValueError("no such file")
-    stage = 1 if ASTRAY and SCENARIO == "another stage" else STAGE
+    stage = {"another stage": 1, "refused": 7}.get(SCENARIO, STAGE) if ASTRAY else STAGE
+    if SCENARIO == "refused" and ASTRAY:
+        now()
     run = zs.shard(model, optimizer, stage=stage, transport=TRANSPORT)
     for step in range(5):
         for block in model:

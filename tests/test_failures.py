@@ -75,7 +75,8 @@ OWN_WAY = [
     Way("gathered alone", "gloo"),
 ]
 BEFORE, DISAGREE, SLOW = Way("raise before shard"), Way("another stage"), Way("slow")
-ALL = [*OWN_WAY, SLOW, *RAISED, *KILLED, *EXITED, *EARLY, BEFORE, DISAGREE]
+REFUSED = Way("refused")
+ALL = [*OWN_WAY, SLOW, *RAISED, *KILLED, *EXITED, *EARLY, BEFORE, DISAGREE, REFUSED]
 
 
 AS_A_USER = {Way("raise in forward"), Way("killed in backward"), Way("skips a backward", "gloo")}
@@ -187,6 +188,16 @@ def test_ranks_that_disagree_end_the_run_with_one_text(ends: dict[Way, Ended]) -
     end = ends[DISAGREE]
     assert end.code == 1, end.text
     assert "RankError: ranks disagree about the options: stage is 3 on rank 0 and 1 on rank 1." in end.text
+    assert "failed with the same error" in end.last_line, end.text
+
+
+def test_what_one_rank_is_refused_ends_the_run_with_one_text(ends: dict[Way, Ended]) -> None:
+    end = ends[REFUSED]
+    assert end.code == 1, end.text
+    assert end.took < FAILURE, end.text
+    said = "RankError: shard() is refused on all 2 ranks because of rank 1 (check code and files that "
+    said += "depend on the rank): OptionError: stage=7 is not one of 0, 1, 2, 3"
+    assert end.text.count(said) >= 2, end.text
     assert "failed with the same error" in end.last_line, end.text
 
 

@@ -73,7 +73,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("spans", "agree", "whole", "norm", "scaling", "state", "written", "late", "again"),
+        ("spans", "agree", "whole", "norm", "scaling", "state", "loading", "written", "late", "again"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),

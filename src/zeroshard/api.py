@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,13 @@ from .config import Options
 from .count.placement import Placement
 from .errors import StateError
 from .fields import check_flag
-from .launch.environment import join
 from .life.shard import Faces, Param, mesh_over, names_of
 from .life.units import called_by, matching
 from .planning.plan import Plan
-from .planning.promise import Promise, ShardKeys, Wish
+from .planning.promise import Promise, ShardKeys
 from .planning.unfit import refuse_written
 from .run import agree
-from .run.admission import device_of, refuse_misuse
+from .run.admission import Asked, admit, device_of
 from .run.build import Builder, Init
 from .run.hooks import Hooks
 from .run.keeper import Keeper
@@ -96,20 +95,16 @@ def shard(
     >>> optimizer.step(); optimizer.zero_grad()
     >>> run.close()
     """
-    keywords: dict[str, Any] = dict(options)
-    wish = Wish.taken_from(keywords)
-    chosen = Options.of(keywords or wish.options)
-    optimizers = _listed(optimizer)
-    refuse_misuse(model, optimizers, chosen, init)
-    if group is None:
-        join()
+    asked = admit(model, optimizer, init, dict(options), group)
     device = device_of(model)
-    transport = _connected(chosen, wish, device, group)
+    transport = _connected(asked, device, group)
     with ExitStack() as begun:
         begun.callback(transport.close)
-        _agree(model, optimizers, chosen, wish, transport)
-        promise = wish.promise(model, optimizers, chosen, transport)
-        chosen = promise.options if promise is not None else _suited(chosen, transport, keywords)
+        begun.push(partial(agree.tell_failure, transport))
+        optimizers = asked.optimizers
+        _agree(model, asked, transport)
+        promise = asked.wish.promise(model, optimizers, asked.options, transport)
+        chosen = promise.options if promise is not None else _suited(asked, transport)
         _equalise(model, transport)
         mesh = mesh_over(group, device) if transport.size > 1 and chosen.stage > 0 else None
         placement = resting(model, optimizers, chosen, transport, promise)
@@ -121,9 +116,11 @@ def shard(
             promise.hold(model, builder.ledger)
         runtime = builder.build(init)
         hooks = Hooks(model, runtime)
+        begun.callback(hooks.remove)
         hooks.install(_recomputed(runtime, chosen))
         _take_buffers(model, runtime)
-        begun.pop_all()  # it stands: nothing is undone
+        transport.barrier("the end of shard()")
+        begun.pop_all()  # it stands, on all ranks: nothing is undone
     return Run(model, runtime, hooks, Keeper(model, runtime, partial(_peers, group, transport)), promise)
 
 
@@ -132,31 +129,26 @@ def _peers(group: ProcessGroup | None, transport: Transport) -> Peers:
     return Talk.over(group, transport.cause) if transport.size > 1 else Alone()
 
 
-def _agree(
-    model: nn.Module, optimizers: list[Optimizer], options: Options, wish: Wish, transport: Transport
-) -> None:
+def _agree(model: nn.Module, asked: Asked, transport: Transport) -> None:
     """All ranks ask for the same, and for what as many ranks can do."""
-    agree.compare(transport, agree.describe(model, optimizers, options, wish.told))
-    refuse_written(model, options, transport.size)
+    agree.compare(transport, agree.describe(model, asked.optimizers, asked.options, asked.wish.told))
+    refuse_written(model, asked.options, transport.size)
 
 
-def _listed(optimizer: Any) -> list[Optimizer]:
-    given = [] if optimizer is None else optimizer
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _connected(options: Options, wish: Wish, device: torch.device, group: ProcessGroup | None) -> Transport:
+def _connected(asked: Asked, device: torch.device, group: ProcessGroup | None) -> Transport:
     """The transport that was asked for, or that other options need."""
-    per_node = options.ranks_per_node or wish.asked.get("ranks_per_node")
-    asked = "nodes" if options.node_cache else options.transport
-    return connect(device, asked, group, ranks_per_node=per_node)
+    options = asked.options
+    per_node = options.ranks_per_node or asked.wish.asked.get("ranks_per_node")
+    name = "nodes" if options.node_cache else options.transport
+    return connect(device, name, group, ranks_per_node=per_node)
 
 
-def _suited(options: Options, transport: Transport, given: dict[str, Any]) -> Options:
+def _suited(asked: Asked, transport: Transport) -> Options:
     """What depends on the transport, where nothing was asked for: ranks of a node, the size of buckets."""
+    options = asked.options
     if isinstance(transport, NodesTransport):
         return replace(options, ranks_per_node=transport.ranks_per_node)
-    if transport.name == "shm" and "bucket_bytes" not in given:
+    if transport.name == "shm" and "bucket_bytes" not in asked.given:
         return replace(options, bucket_bytes=CACHED_BUCKET)
     return options
 

@@ -1,6 +1,6 @@
 """Transports: how pieces move between ranks, and who may read what when. See `Transport`."""
 
-from .connect import connect
+from .connect import connect, refuse
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .nccl import NcclTransport
@@ -26,5 +26,6 @@ __all__ = [
     "connect",
     "first_scale",
     "in_wire",
+    "refuse",
     "sum_spans",
 ]

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zeroshard.errors import OptionError
+from zeroshard.errors import OptionError, RankError
 
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .nccl import NcclTransport
 from .nodes import NodesTransport
+from .refusal import raise_together, told_of
 from .rendezvous import Rendezvous
 from .roll import Roll
 from .shm import ShmTransport
@@ -29,9 +30,10 @@ from .watch import Watch
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["NAMES", "connect"]
+__all__ = ["NAMES", "connect", "refuse"]
 
 NAMES = ("auto", "local", "shm", "gloo", "nodes", "nccl")
+_PATIENCE = 30.0  # seconds that a rank waits with its error for peers that are on their way to `shard`
 
 # By this rank and the ranks of the group: the store of its time, and what its transports share.
 _watches: dict[tuple[int, ...], tuple[Store, Watch]] = {}
@@ -56,11 +58,15 @@ def connect(
     """
     if transport not in NAMES:
         raise OptionError(f"unknown transport {transport!r}: one of {', '.join(NAMES)}")
-    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise OptionError(
+    if not _is_group(group):
+        error = OptionError(
             f"group={group!r} is no process group of torch.distributed that this rank is in: pass what "
             "torch.distributed.new_group() gave its members, and call shard() on these alone."
         )
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+        if group is not outside:  # no rank waits for one that is not in the group
+            refuse(error)
+        raise error
     if not (dist.is_available() and dist.is_initialized()):
         if transport in ("auto", "local"):
             return LocalTransport(device)
@@ -73,20 +79,45 @@ def connect(
         return LocalTransport(device)
     if dist.get_backend(group) == "fake":
         return SimulatedTransport(rank, size, device)
-    store = _own_store(group)
-    watch = _shared_watch(group, store)
-    meeting = Rendezvous(store, rank, size, timeout, _ended(group))
-    places = _places(meeting, device, transport, group)
-    if ranks_per_node is None:
-        topology = by_host([str(place["host"]) for place in places])
-    else:
-        topology = by_count(size, ranks_per_node)
+    meeting, watch = _meeting(group, timeout)
+    store = meeting.store
+    here = _here(device, transport, ranks_per_node, group)
+    places: list[Any] = meeting.share("place", here)
+    raise_together("shard()", [place.get("refused") for place in places], None)
+    topology = _topology(places)
     chosen = _choose(places, transport, topology)
     if chosen == "nodes":
         return NodesTransport(store, rank, topology, device, timeout)
     made = _flat(chosen, transport == "auto", store, device, timeout, group, watch)
     made.place(topology.nodes)
     return made
+
+
+def refuse(error: Exception, group: dist.ProcessGroup | None = None) -> None:
+    """In place of `connect`, where `error` keeps this rank from it: tells the ranks that come there. Raises
+    what all of them raise, or returns where nobody waits for this rank."""
+    if not (dist.is_available() and dist.is_initialized()) or not _is_group(group):
+        return
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    meeting, _ = _meeting(group, _PATIENCE)
+    try:
+        told: list[Any] = meeting.share("place", {"refused": told_of(error)})
+    except RankError:  # who has not come yet finds it in the store
+        return
+    raise_together("shard()", [place.get("refused") for place in told], error)
+
+
+def _is_group(group: object) -> bool:
+    return group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup))
+
+
+def _meeting(group: dist.ProcessGroup | None, timeout: float) -> tuple[Rendezvous, Watch]:
+    """Where the ranks of a group come together for the next transport. Collective in call order."""
+    store = _own_store(group)
+    watch = _shared_watch(group, store)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return Rendezvous(store, rank, size, timeout, _ended(group)), watch
 
 
 def _flat(
@@ -164,17 +195,29 @@ def _shared_watch(group: dist.ProcessGroup | None, store: Store) -> Watch:
     return held[1]
 
 
-def _places(
-    meeting: Rendezvous, device: torch.device, transport: str, group: dist.ProcessGroup | None
-) -> list[dict[str, Any]]:
-    """Where every rank is, and what it asks for."""
-    here = {
+def _here(
+    device: torch.device, transport: str, ranks_per_node: int | None, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Where this rank is, and what it asks for."""
+    return {
         "asked": transport,
+        "per_node": ranks_per_node,
         "host": _host(),
         "gpu": _gpu(device),
         "nccl": device.type == "cuda" and "nccl" in str(dist.get_backend_config(group)),
     }
-    return [value for value in meeting.share("place", here) if isinstance(value, dict)]
+
+
+def _topology(places: list[dict[str, Any]]) -> Topology:
+    """The same on every rank, or the same OptionError."""
+    asked = [place["per_node"] for place in places]
+    if len(set(asked)) > 1:
+        raise OptionError(
+            f"ranks ask for different ranks_per_node: {', '.join(map(str, asked))} (in rank order)"
+        )
+    if asked[0] is None:
+        return by_host([str(place["host"]) for place in places])
+    return by_count(len(places), asked[0])
 
 
 def _choose(told: list[dict[str, Any]], transport: str, topology: Topology) -> str:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -81,8 +82,14 @@ class Wish:
 
     @property
     def told(self) -> dict[str, str]:
-        """What ranks compare."""
-        return {name: repr(value) for name, value in self.asked.items() if name not in ("batch", "loss")}
+        """What ranks compare. Of a plan its limits and places: what it foresees may be of measurements that
+        each rank made."""
+        told = {name: repr(value) for name, value in self.asked.items() if name not in ("batch", "loss")}
+        if self.plan is not None:
+            plan = self.plan
+            kept = repr((plan.ranks, plan.limit, plan.host_limit, plan.disk_limit, plan.chosen.placement))
+            told["plan"] = f"{plan.chosen.label} (checksum {blake2b(kept.encode()).hexdigest()[:6]})"
+        return told
 
     def promise(
         self, model: nn.Module, optimizers: list[Optimizer], options: Options, transport: Transport

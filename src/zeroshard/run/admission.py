@@ -1,16 +1,24 @@
-"""What `shard()` refuses before anything is touched: misuse that can be seen on one rank alone."""
+"""What `shard()` refuses before anything is touched: misuse that can be seen on one rank alone, and that all
+ranks are told of."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeroshard.comm import refuse
 from zeroshard.config import Options
 from zeroshard.errors import ModelError, OptionError
+from zeroshard.launch.environment import join
 from zeroshard.life.step import unstepped
+from zeroshard.life.units import find_units
+from zeroshard.planning.promise import Wish
 from zeroshard.planning.unfit import (
     refuse_model,
     refuse_optimizers,
@@ -21,6 +29,45 @@ from zeroshard.planning.unfit import (
 )
 
 from .hooks import is_sharded
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one rank asks `shard()` for, found to be possible as far as one rank can see. `given`: the options
+    that the user named."""
+
+    optimizers: list[Optimizer]
+    options: Options
+    wish: Wish
+    given: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Any, init: object, keywords: dict[str, Any]) -> Asked:
+        wish = Wish.taken_from(keywords)
+        options = Options.of(keywords or wish.options)
+        given = [] if optimizer is None else optimizer
+        optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
+        refuse_misuse(model, optimizers, options, init)
+        return cls(optimizers, options, wish, frozenset(keywords))
+
+
+def admit(model: nn.Module, optimizer: Any, init: object, keywords: dict[str, Any], group: Any) -> Asked:
+    """A first look at what this rank asks for. The ranks have joined afterwards, whatever came of it: those
+    that are on their way learn from one that is refused why."""
+    try:
+        asked = Asked.of(model, optimizer, init, keywords)
+    except Exception as error:
+        with suppress(Exception):  # what keeps the ranks from meeting is not what is wrong here
+            _join(group)
+        refuse(error, group)
+        raise
+    _join(group)
+    return asked
+
+
+def _join(group: object) -> None:
+    if group is None:
+        join()
 
 
 def refuse_misuse(
@@ -49,6 +96,8 @@ def refuse_misuse(
                 "checkpoint."
             )
     _refuse_two_owners(model, optimizers, options)
+    _refuse_two_devices(model)
+    find_units(model, options.units)  # refuses patterns that name no module, and gradient hooks
     refuse_rows(optimizers, options)
     refuse_second_names(model, options)
     refuse_patterns(model, optimizers, options)
@@ -76,17 +125,26 @@ def _refuse_two_owners(model: nn.Module, optimizers: list[Optimizer], options: O
             )
 
 
-def device_of(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters() if not p.is_meta}
+def _refuse_two_devices(model: nn.Module) -> None:
+    devices = _devices(model)
     if len(devices) > 1:
         raise ModelError(
             f"the model is on several devices ({', '.join(map(str, sorted(map(str, devices))))}): move it "
             "to one first."
         )
-    if devices:
-        return devices.pop()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that the ranks compute on: the model's, or the current one where it is on the meta
+    device."""
+    for device in _devices(model):
+        return device
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
+
+
+def _devices(model: nn.Module) -> set[torch.device]:
+    return {p.device for p in model.parameters() if not p.is_meta}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import Transport
+from zeroshard.comm.failure import describe as line_of
+from zeroshard.comm.refusal import raise_together, told_of
 from zeroshard.config import Options
 from zeroshard.errors import RankError
 
@@ -75,6 +78,24 @@ def compare(transport: Transport, mine: dict[str, dict[str, str]]) -> None:
                     f"ranks disagree about the {topic}: {item} is {_by_rank(texts)}. {_ADVICE[topic]}"
                 )
     raise RankError("ranks disagree about the order of buffers. Every rank must build the same model.")
+
+
+def together(transport: Transport, what: str, look: Callable[[], None]) -> None:
+    """Take a look that may find a fault on one rank alone; it is then raised on all, by `what` they call.
+    Every rank calls it."""
+    mine: Exception | None = None
+    try:
+        look()
+    except Exception as error:
+        mine = error
+    raise_together(what, transport.exchange(told_of(mine)), mine)
+
+
+def tell_failure(transport: Transport, kind: object, error: BaseException | None, trace: object) -> None:
+    """At the end of a `with` block in which ranks work together: if this rank has failed, its peers are told
+    why. A `RankError` is passed on: not every transport tells all ranks of a failure itself."""
+    if error is not None:
+        transport.report(line_of(transport.rank, error))
 
 
 def differing_values(transport: Transport, tensors: dict[str, Tensor]) -> list[str]:

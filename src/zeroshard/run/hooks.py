@@ -25,8 +25,10 @@ from zeroshard.planning.widening import Widening, cast, has_forward
 
 from . import scaling
 from .again import recomputed
+from .agree import together
 from .late import LateHooks
 from .live import LiveUnit
+from .loading import refuse_state, refuse_weights
 from .runtime import Runtime
 from .state import show_state, take_state, widen_state
 
@@ -276,6 +278,8 @@ class Hooks:
 
         def taken(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             runtime.settle()
+            look = partial(refuse_state, update, state)
+            together(runtime.transport, "optimizer.load_state_dict()", look)
             runtime.before_change()
             given[:] = [take_state(update, state)]
             return given[0]
@@ -369,16 +373,11 @@ def _rows_for_loading(
 ) -> None:
     """Before `model.load_state_dict`: check every shape, then hand each home what it is made of."""
     runtime.settle()
+    faces, names = runtime.faces, names_of(module, runtime.params)
+    look = partial(refuse_weights, runtime.params, names, state, prefix)
+    together(runtime.transport, "model.load_state_dict()", look)
     runtime.before_change()
     runtime.transport.fence()
-    for param in runtime.params:
-        value = state.get(prefix + param.name)
-        if isinstance(value, Tensor) and tuple(value.shape) != param.slot.shape:
-            raise ModelError(
-                f"load_state_dict: `{param.name}` is {tuple(value.shape)} in the given state and "
-                f"{param.slot.shape} in the model. Nothing was loaded."
-            )
-    faces, names = runtime.faces, names_of(module, runtime.params)
     _load_split(runtime, names, state, prefix)
     if faces.mesh is None:
         return

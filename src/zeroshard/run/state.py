@@ -8,7 +8,7 @@ factors of a whole tensor) are taken as they are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
     """After `optimizer.state_dict()`: rows appear as DTensors with their global shape, never as an
     anonymous half."""
     faces = update.faces
+    if faces.mesh is None:
+        return state_dict
 
     def show(value: Tensor, slot: Slot) -> Tensor:
         return faces.show(value, slot) if tuple(value.shape) == slot.local_shape(faces.rank) else value
@@ -60,14 +62,15 @@ def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Before `optimizer.load_state_dict()`: this rank's rows of what was given, whole or as DTensors."""
-    rank = update.faces.rank
+    """Before `optimizer.load_state_dict()`: this rank's rows of what was given, whole or as DTensors, once it
+    is known to fit (`loading`)."""
+    rank, apart = update.faces.rank, update.faces.mesh is not None
 
     def take(value: Tensor, slot: Slot) -> Tensor:
         if tuple(value.shape) != slot.shape:
             return value
         local = Faces.local(value)
-        if local is not value or slot.split == "copy":
+        if local is not value or slot.split == "copy" or not apart:
             return local
         start, stop = slot.rows(rank)
         return value[start:stop].clone()
@@ -94,18 +97,21 @@ def widen_state(update: Update, given: dict[str, Any]) -> None:
 def _map_state(
     update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]
 ) -> dict[str, Any]:
-    if update.faces.mesh is None:
-        return state_dict
     order = [p for group in update.optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     result = dict(state_dict, state=dict(state_dict["state"]))
-    for index, home in enumerate(order):
-        param = update.params.get(id(home))
-        if param is not None and index in result["state"]:
-            result["state"][index] = {
-                key: change(value, param.slot) if isinstance(value, Tensor) and value.dim() > 0 else value
-                for key, value in result["state"][index].items()
+    for number, home in zip(numbers, order, strict=True):
+        param, entries = update.params.get(id(home)), result["state"].get(number)
+        if param is not None and isinstance(entries, Mapping):
+            result["state"][number] = {
+                key: change(value, param.slot) if _may_be_rows(key, value) else value
+                for key, value in entries.items()
             }
     return result
+
+
+def _may_be_rows(key: str, value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
 
 
 def nested(updates: Sequence[Update]) -> str | None:
