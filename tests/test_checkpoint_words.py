@@ -20,6 +20,7 @@ from test_checkpoint_hostile import rewrite
 
 from zeroshard.checkpoint import Alone, Held, Snapshot, export, import_weights, load, save
 from zeroshard.checkpoint.blocks import read_into
+from zeroshard.checkpoint.tensorfile import header_of
 from zeroshard.checkpoint.values import DEEPEST, joined, pack, unpack
 from zeroshard.errors import CheckpointError
 
@@ -175,6 +176,19 @@ def test_nothing_to_export(tmp_path: Path) -> None:
         export(tmp_path / "1", tmp_path / "out", max_shard_bytes=0)
 
 
+def test_no_room_to_export(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.checkpoint.disk.free_bytes", lambda path: 7)
+    said = r"the disk has no room to export to .*/out: .* are needed and 7 B are free\."
+    with pytest.raises(CheckpointError, match=said):
+        export(folder, folder.parent / "out")
+
+
+def test_a_name_that_files_keep_for_themselves() -> None:
+    said = "a safetensors file cannot hold a tensor named `__metadata__` here: the name is taken"
+    with pytest.raises(CheckpointError, match=said):
+        header_of([("__metadata__", "float32", (2,))], {})
+
+
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"12345")
     said = r"/f ends at byte 5 and 3 more are needed: truncated\."
@@ -236,6 +250,9 @@ def test_state_dicts_that_cannot_be_imported(tmp_path: Path) -> None:
     deep: Any = torch.ones(2)
     for _ in range(40):
         deep = {"a": deep}
+    torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "twice.pt")
+    with pytest.raises(CheckpointError, match=r"/twice\.pt names `b` twice\."):
+        import_weights(tmp_path / "twice.pt", tmp_path / "out", "a")
     torch.save(deep, tmp_path / "deep.pt")
     with pytest.raises(CheckpointError, match="the state dict is nested deeper than 32 levels"):
         import_weights(tmp_path / "deep.pt", tmp_path / "out")
@@ -259,6 +276,10 @@ def changed(information: Any, **fields: object) -> None:
         (
             lambda _, record: changed(record, size=torch.Size([9])),
             "the parts of `w` do not make up its shape (9,).",
+        ),
+        (
+            lambda _, record: changed(record.properties, dtype=torch.float64),
+            "`w` is not what .metadata says it is.",
         ),
     ],
 )

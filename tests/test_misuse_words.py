@@ -20,13 +20,16 @@ from torch import nn
 import zeroshard as zs
 from zeroshard import cli
 from zeroshard.comm import connect
+from zeroshard.comm.connect import _choose
 from zeroshard.comm.simulated import SimulatedTransport
+from zeroshard.comm.topology import by_host
 from zeroshard.launch import environment, local
 from zeroshard.launch.job import Job
 from zeroshard.machine import machine
 from zeroshard.native import AdamRows, AdamStep, SgdRows, SgdStep, Team, Workers, sgd_update
 from zeroshard.planning import measure
 from zeroshard.planning.promise import Promise
+from zeroshard.tier import pinned
 from zeroshard.tier.arena import Arena
 from zeroshard.tier.pool import Ledger
 
@@ -68,6 +71,14 @@ OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
     "budget": (
         lambda: zs.Offload("host", host_bytes="1GiB"),
         'Offload.host_bytes is a limit for "auto", and nothing here is "auto".',
+    ),
+    "no budget": (
+        lambda: zs.Offload("auto"),
+        'Offload: "auto" needs device_bytes=, what parameters and optimizer state may take of the device',
+    ),
+    "no folder": (
+        lambda: zs.Offload("disk"),
+        'Offload(optimizer="disk") needs path=, a folder on a disk with room for the state.',
     ),
     "weights apart from their state": (
         lambda: zs.Offload("host", parameters="disk"),
@@ -235,6 +246,23 @@ def test_a_limit_that_the_gpu_does_not_have(monkeypatch: pytest.MonkeyPatch) -> 
         promise.hold(nn.Linear(8, 8), Ledger())
 
 
+def test_a_model_that_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(total_memory=80 * 2**30, nbytes=2 * 2**30, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    promise = Promise(plan(ranks=1), SimulatedTransport(0, 1, gpu.device), {})
+    said = r"the model itself takes 2\.0 GiB of cuda:0, and the limit is 1\.0 GiB\. Build it on the meta"
+    with pytest.raises(zs.PlanError, match=said):
+        promise.hold(SimpleNamespace(parameters=lambda: [gpu]), Ledger())  # type: ignore[arg-type]
+
+
+def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with pytest.raises(
+        zs.TierError, match=r"CUDA could not lock 4096 bytes of host memory \(error 2\):"
+    ):
+        pinned(64, torch.device("cuda", 0))
+
+
 def test_measuring_what_is_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["machine", "--device", "abacus"]) == 1
     assert "OptionError: --device 'abacus' is no device: cpu or cuda:0." in capsys.readouterr().err
@@ -298,6 +326,14 @@ def test_a_rank_that_asks_for_a_gpu_and_has_none(second_of_two: int, monkeypatch
         environment.join("cuda")
 
 
+def test_shared_memory_between_hosts() -> None:
+    places = [{"asked": "shm", "nccl": False, "gpu": "cpu", "host": [host]} for host in ("a", "b")]
+    with pytest.raises(
+        zs.OptionError, match=r"transport 'shm' needs all ranks on one host and in .* a, b"
+    ):
+        _choose(places, "shm", by_host(["a", "b"]))
+
+
 # ---------------------------------------------------------------------- the command line
 
 
@@ -323,6 +359,12 @@ def test_starting_ranks(words: list[str], said: str, capsys: pytest.CaptureFixtu
     [
         ("config.json", "[1]", "config.json", "is not a config of a model: it holds a list."),
         ("config.json", "{", "config.json", "config.json is not JSON: Expecting"),
+        (
+            "m.py",
+            "def build(): raise ValueError('no')",
+            "m.py:build",
+            "m.py:build() raised ValueError on the meta device: no",
+        ),
         ("m.py", "", "nowhere_at_all:build", "SPEC 'nowhere_at_all:build' cannot be loaded: No module named"),
         ("m.py", "1 / 0", "m.py:build", "SPEC 'm.py:build' cannot be loaded: m.py raised ZeroDivisionError"),
     ],

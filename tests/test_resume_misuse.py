@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_checkpoint_hostile import rewrite
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 
@@ -68,6 +69,16 @@ def test_state_that_the_host_was_not_built_for(tmp_path: Path) -> None:
     said = r"has state `momentum_buffer` there, and the host update here was built without it\. Build the opt"
     with pytest.raises(zs.CheckpointError, match=said):
         run.load(tmp_path / "momentum")
+    run.close()
+
+
+def test_values_that_somebody_has_written(tmp_path: Path) -> None:
+    model, optimizer, run = made()
+    step(model, optimizer)
+    run.save(tmp_path / "one")
+    rewrite(tmp_path / "one", lambda data: data["values"].update(step="many"))
+    with pytest.raises(zs.CheckpointError, match=r"values do not fit this run \(ValueError: .* Weights"):
+        run.load(tmp_path / "one")
     run.close()
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
         RankError, match=r"rank 1 did not come to 'place' within 0 s of rank 0\. Every rank must call `shard`"
     ):
         Rendezvous(HashStore(), 0, 2, 0.05).share("place", None)
+
+
+def test_a_store_that_is_gone() -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    met = Rendezvous(HashStore(), 0, 2, TIMEOUT)
+    met.store = SimpleNamespace(set=gone)  # type: ignore[assignment]
+    with pytest.raises(
+        RankError, match=r"rank 0 lost the store while it waited for 'place': Broken pipe\. The process that"
+    ):
+        met.share("place", None)
 
 
 def test_the_first_word_about_an_end_stays() -> None:

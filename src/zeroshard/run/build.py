@@ -93,6 +93,7 @@ class Builder:
         fresh = _Materialiser(self.model, self.device, init, self.transport)
         live = [LiveUnit(unit, self._bundles(unit, slots, fresh)) for unit in units]
         fresh.fill_buffers(self.model)
+        fresh.give_back()
         self.runtime.adopt_units(live)
         params = self.runtime.params
         successors = {id(p.original): p.home for p in params}
@@ -115,7 +116,6 @@ class Builder:
         if self.host is not None:
             self.host.start()
             self.runtime.adopt_parts(self.host.parts)
-        trim()
         return self.runtime
 
     def give_up(self) -> None:
@@ -369,6 +369,12 @@ class _Materialiser:
     def done(self, tenant: Tenant) -> None:
         self._values.pop(id(tenant.parameter), None)
 
+    def give_back(self) -> None:
+        """What was freed of what was made here: the system gets it, and not this process's next tensors."""
+        if self._loose:
+            trim()
+            self._loose = 0
+
     def fill_buffers(self, model: nn.Module) -> None:
         """Those of modules that have no parameters of their own, such as the phases of rotary embeddings."""
         for path, module in model.named_modules():
@@ -379,9 +385,8 @@ class _Materialiser:
     def _make(self, tenant: Tenant) -> None:
         """Give the module real memory for its own parameters and buffers, initialise them, and put the
         meta ones back."""
-        if self._loose >= _LOOSE:  # not later: what this module takes would come on top
-            trim()
-            self._loose = 0
+        if self._loose >= _LOOSE:
+            self.give_back()  # not later: what this module takes would come on top
         module = tenant.places[0].module
         metas = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         if self.device.type == "cpu":
