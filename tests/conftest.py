@@ -35,6 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if cuda and not gpu_present():
         for item in cuda:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    threads = [item for item in items if item.get_closest_marker("threads")]
+    if threads and not threads_possible():
+        for item in threads:
+            item.add_marker(pytest.mark.skip(reason="this torch has no ranks as threads"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,6 +77,12 @@ def gpu_present() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def threads_possible() -> bool:
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    return hasattr(ThreadLocalWorld, "comms")
 
 
 def children() -> dict[int, str]:

@@ -157,6 +157,14 @@ def test_threads() -> None:
     assert sys.excepthook is hook
 
 
+def test_a_torch_without_groups_of_threads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    monkeypatch.delattr(multi_threaded_pg.ThreadLocalWorld, "comms", raising=False)
+    with pytest.raises(zs.StateError, match="has no groups of threads that can be left: take torch 2.13"):
+        run_threads(2, sum_over_ranks, False)
+
+
 def test_ulps() -> None:
     one = torch.tensor([1.0, -1.0, 0.0])
     assert ulps(one, one.clone()) == 0

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.errors import StateError
+
 from .processes import Outcome, RankFailure, summary
 
 __all__ = ["run_threads"]
@@ -20,11 +22,16 @@ __all__ = ["run_threads"]
 def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """`function(*args)` on `size` threads of this process, each a rank of one group; results in rank order.
 
-    Cheap for many ranks, and a debugger sees them all. CPU only. Threads share torch's random numbers: draw
+    Cheap for many ranks, and a debugger sees them all. CPU only, torch 2.13 or newer. Threads share torch's random numbers: draw
     from generators of your own.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11: leaving a group then fails, or crashes
+        raise StateError(
+            f"torch {torch.__version__} has no groups of threads that can be left: take torch 2.13, or "
+            "Ranks(...), which starts processes."
+        )
     outcomes: list[Outcome | None] = [None] * size
     # Joining a group wraps the hook, and leaving does not unwrap it: put it back when all ranks have joined.
     joined = threading.Barrier(size, action=partial(setattr, sys, "excepthook", sys.excepthook))
