@@ -108,6 +108,23 @@ def test_no_growth_over_200_rounds(kind: str) -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_what_is_broadcast_in_every_step_keeps_no_more_than_it_is(kind: str) -> None:
+    """Statistics of a model go through a buffer that stays: of their size, and larger where others are."""
+
+    def body(transport: Transport) -> None:
+        for numel in (100, 4, 1_000_000, 1 << 20, (1 << 20) + 1, 3_000_000, 7):
+            tensors = [torch.full((numel,), float(transport.rank)), torch.full((3,), float(transport.rank))]
+            transport.broadcast(f"{numel}", tensors, 1)
+            assert all(bool((tensor == 1).all()) for tensor in tensors)
+            held = transport._bounces.get(1) if kind == "shm" else transport._bounce  # type: ignore[attr-defined]
+            if numel == 4:
+                assert (held.peers[1] if kind == "shm" else held).numel() == 4 * (100 + 3)
+            assert (held is None) == (numel == 3_000_000)
+
+    threads(kind, 2, body)
+
+
 def test_closed_transports_leave_nothing() -> None:
     def body(transport: Transport) -> None:
         region = transport.allocate("rows", 1 << 20, torch.float32)

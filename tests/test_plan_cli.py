@@ -130,6 +130,16 @@ def test_a_gpu_is_a_limit(script: str, capsys: pytest.CaptureFixture[str]) -> No
         ("nowhere.py:build", LIMITS, "there is no file nowhere.py"),
         ("build", LIMITS, "must be module:function"),
         ("{script}:build", ["--ranks", "4", "--device", "1GiB", "--gpu", "H1000"], 'Did you mean "H100"'),
+        (
+            "{script}:build",
+            ["--ranks", "4", "--device", "A100", "--gpu", "H100"],
+            "--device A100 is a GPU, and --gpu H100 another",
+        ),
+        (
+            "{script}:build",
+            ["--nodes", "2", "--device", "1GiB", "--search", "ranks"],
+            "leave --nodes out, and pass --ranks-per-node for nodes of another size",
+        ),
         ("{script}:build", [*LIMITS, "--batch", "8x63"], "cannot be traced"),
         ("absent/config.json", LIMITS, "there is no file"),
         ("{script}:build", ["--ranks", "4"], "one limit: --device 80GiB of a device, or --memory-limit-per-"),

@@ -167,6 +167,53 @@ def test_accumulated_gradients_beside_a_host_tier_are_foreseen(
     assert chosen.kinds["arriving"] + chosen.kinds.get("gradients", 0) >= whole
 
 
+class Words(nn.Module):
+    """One tensor that is nearly all of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20_000, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(ids).mean(1)).square().mean()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": {},
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"lr": 0.1},
+    "RAdam": {},
+    "Adagrad": {"foreach": True},
+    "Adadelta": {"foreach": True, "weight_decay": 0.1},
+    "NAdam": {"foreach": True, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("factory", [Words, lambda: plan_case.MoE()], ids=["one large tensor", "many"])
+def test_what_an_optimizer_makes_in_its_step_is_foreseen(factory: Any, name: str) -> None:
+    """Loops make copies of the largest tensor, foreach of all of them: mostly not just one."""
+    model, batch = factory(), torch.zeros(1, 2, dtype=torch.int64)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
+    run = zs.shard(model, optimizer, limit="64MiB", batch=batch, offload=None)
+    assert run.plan is not None
+    planned = run.plan.chosen.device
+    measured = 0
+    for _ in range(3):  # after six steps RAdam makes more
+        device, _ = measured_step(run, model, optimizer, batch)
+        measured = max(measured, device + batch.nbytes)
+    run.close()
+    assert measured <= planned <= 1.05 * measured
+
+
+def test_what_only_a_gpu_takes_can_be_planned_elsewhere() -> None:
+    model = nn.Linear(64, 64)
+    for given in ({"capturable": True}, {"capturable": True, "foreach": True, "lr": torch.tensor(0.1)}):
+        optimizer = torch.optim.AdamW(model.parameters(), **given)
+        made = zs.plan(model, optimizer, ranks=1, limit="1GiB", stage=0, offload=None)
+        assert made.chosen.lasting["state"] == 2 * 4 * (64 * 64 + 64)
+
+
 def beside_its_plan(ways: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Bytes of device and host tier, and how many more than planned."""
     told = []

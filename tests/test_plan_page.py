@@ -58,6 +58,14 @@ def test_the_page_fetches_nothing() -> None:
     assert "{{" not in text
 
 
+def test_every_kind_has_a_colour_in_light_and_dark() -> None:
+    inquiry = asked()
+    plan = inquiry.plan()
+    text = page(plan, inquiry.frames(plan))
+    for number in range(len(KINDS)):
+        assert len(re.findall(rf"--k{number}: #", text)) == 2, KINDS[number]
+
+
 def test_a_models_name_cannot_end_the_script() -> None:
     class Odd(torch.nn.Linear):
         pass

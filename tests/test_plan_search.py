@@ -53,6 +53,8 @@ def test_the_fewest_ranks_are_the_fewest() -> None:
         zs.plan(model, ranks=found.value - 1, limit="13MiB", offload=None)
     with pytest.raises(zs.PlanError, match="the smallest"):
         search.fewest_ranks(model, limit="1MiB", offload=None, most=64)
+    with pytest.raises(OptionError, match="finds how many nodes it takes"):
+        search.fewest_ranks(model, limit="13MiB", nodes=2)
 
 
 def test_batches_of_every_form_get_other_rows() -> None:
@@ -97,5 +99,7 @@ def test_searches_of_the_command(
     shown = capsys.readouterr().out
     assert said in shown
     assert "chosen" in shown
+    assert cli.main([*given, "--json"]) == 0
+    assert said in capsys.readouterr().err
     assert cli.main([*given[:5], "--ranks", "2", "--search", "model"]) == 1
     assert "needs --vary NAME=LOW:HIGH" in capsys.readouterr().err

@@ -101,6 +101,11 @@ def fewest_ranks(
     >>> fewest_ranks(model, limit="64MiB", offload=None).value
     5
     """
+    if asked.get("nodes") is not None:
+        raise OptionError(
+            "a search for the fewest ranks finds how many nodes it takes: leave nodes= out, and pass "
+            "ranks_per_node= for nodes of another size."
+        )
     inquiry = inquire(model, optimizer, ranks=most, **asked)
 
     def at(ranks: int) -> Question:

@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host", metavar="SIZE", help="the host memory of one node (default: no limit)")
     where.add_argument("--disk", metavar="SIZE", help="the disk of one node, for --disk-path")
     where.add_argument("--disk-path", metavar="DIR", help="a folder that optimizer state may rest in")
-    where.add_argument("--gpu", default="H100", help="whose rates to reckon with (default: %(default)s)")
+    where.add_argument("--gpu", help="whose rates to reckon with (default: that of --device, or H100)")
     where.add_argument("--network", default="infiniband-ndr", help="a name of the table, or bytes a second")
     how = parser.add_argument_group("what is given")
     how.add_argument("--batch", metavar="SHAPE", help="one rank's micro-batch of token ids, such as 8x2048")
@@ -114,6 +114,8 @@ def _planned(arguments: argparse.Namespace) -> int:
         _write(arguments.html, made, inquiry, notes)
     if arguments.json:
         print(made.to_json())
+        for note in notes:
+            print(note, file=sys.stderr)
         return 0
     replace(made, reasons=tuple(map(_as_typed, made.reasons))).show()
     for note in notes:
@@ -195,8 +197,13 @@ def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
             f"--device {device} is neither a size such as 80GiB nor a GPU of the table."
             f"{did_you_mean(device.upper(), GPUS)} Known: {', '.join(GPUS)}."
         )
+    if named and arguments.gpu is not None and arguments.gpu.upper() != device.upper():
+        raise OptionError(
+            f"--device {device} is a GPU, and --gpu {arguments.gpu} another: name one, or give --device as a "
+            "size."
+        )
     per_node = arguments.ranks_per_node or NODE
-    found = machine(device if named else arguments.gpu, network, node=per_node)
+    found = machine(device if named else arguments.gpu or "H100", network, node=per_node)
     return found, found.memory if named else device
 
 

@@ -10,9 +10,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["HALF", "broadcast", "host_bytes", "is_large", "land"]
+__all__ = ["HALF", "broadcast", "host_bytes", "is_large", "land", "room"]
 
 HALF = 1 << 22
+
+
+def room(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that the buffer of a broadcast must have. Statistics that travel in every step take no more than
+    they are."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    return total if total <= HALF else 2 * HALF
 
 
 def is_large(tensors: Sequence[torch.Tensor]) -> bool:
@@ -40,7 +47,7 @@ def land(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 def broadcast(
     tensors: Sequence[torch.Tensor], bounce: torch.Tensor, sends: bool, move: Callable[[int, int], object]
 ) -> None:
-    """Pass `tensors` through `bounce`, 2 * HALF bytes.
+    """Pass `tensors` through `bounce`, of `room(tensors)` bytes or more.
 
     `move(start, stop)` returns when every rank's `bounce[start:stop]` is that of the sender. All ranks
     call it alike, and it returns on none before all have come to it.

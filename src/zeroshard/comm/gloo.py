@@ -344,8 +344,9 @@ class GlooTransport(Transport):
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         label = f"broadcast '{key}'"
         self._letters(label, b"")
-        if self._bounce is None:
-            self._bounce = torch.empty(2 * bounce.HALF, dtype=torch.uint8)
+        room = bounce.room(tensors)
+        if self._bounce is None or self._bounce.numel() < room:
+            self._bounce = torch.empty(room, dtype=torch.uint8)
         buffer, sends = self._bounce, self.rank == source
 
         def move(start: int, stop: int) -> None:

@@ -322,10 +322,13 @@ class ShmTransport(Transport):
 
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         sends = self.rank == source
-        buffer = self._bounces.get(source)
+        buffer, room = self._bounces.get(source), bounce.room(tensors)
+        if buffer is not None and buffer.peers[source].numel() < room:
+            self.free(self._bounces.pop(source))
+            buffer = None
         if buffer is None:
-            room = 2 * bounce.HALF if sends else 0
-            buffer = self._bounces[source] = self.allocate(f"broadcast from {source}", room, torch.uint8)
+            mine = room if sends else 0
+            buffer = self._bounces[source] = self.allocate(f"broadcast from {source}", mine, torch.uint8)
         with self.counters.waiting("broadcast"):
             label = f"broadcast '{key}'"
             whole = buffer.peers[source]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from .division import Division
 from .lending import Sizes, most_lent, staging_bytes
 from .meeting import meeting_bytes, stage_bytes
 from .placement import Budget, Buffering, Bytes, Demand, Placement, Rest, Wish, arrange
-from .shapes import BLOCKS, GRAIN, REQUEST, WIDTHS, Buffers, Part
+from .shapes import BLOCKS, GRAIN, REQUEST, WIDTHS, Buffers, Part, Rule
 from .wires import gradients_of
 
 WIDEN_BYTES = 512 * 2**20  # what a step widens at a time on a GPU, as in `step`
@@ -265,17 +266,26 @@ def gathered(setup: Setup) -> int:
 
 def update_bytes(setup: Setup) -> int:
     """Temporaries of torch's own step on the device: gradients widened to the master's dtype, split masters
-    joined, and what foreach makes."""
-    total = widened = joined = 0
-    largest = 0
+    joined, and what the optimizer makes."""
+    widened = joined = 0
+    sizes: list[list[int]] = [[] for _ in setup.rules]
     for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
         for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
             if weight.trainable and weight.rule >= 0:
                 size = slot.held(setup.rank) * WIDTHS[bundle.master]
                 widens = setup.grad_dtypes(weight)[1] != bundle.master
-                total, widened, largest = total + size, widened + size * widens, max(largest, size)
+                widened += size * widens
                 joined += size * setup.splits(bundle)
+                sizes[weight.rule].append(size)
+    total, largest = sum(map(sum, sizes)), max((max(own) for own in sizes if own), default=0)
     elementwise = all(rule.by_rows for rule in setup.rules)
     chunk = min(total, max(WIDEN_BYTES, largest)) if (widened or joined) and elementwise else total
-    copies = max((rule.temporaries for rule in setup.rules), default=0)
-    return min(widened, chunk) + min(joined, chunk) + copies * chunk
+    made = (_passing(rule, own, chunk) for rule, own in zip(setup.rules, sizes, strict=True))
+    return min(widened, chunk) + min(joined, chunk) + max(made, default=0)
+
+
+def _passing(rule: Rule, sizes: list[int], chunk: int) -> int:
+    """What one parameter group's step makes of tensors of these sizes, a chunk at a time."""
+    every, first, second = rule.temporaries
+    largest, next_one = [*heapq.nlargest(2, sizes), 0, 0][:2]
+    return every * min(sum(sizes), chunk) + first * largest + second * next_one

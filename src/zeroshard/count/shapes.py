@@ -62,13 +62,14 @@ class Rule:
     """What one parameter group of an optimizer keeps.
 
     - `moments`: tensors of a parameter's size in its state. `by_rows`: element-wise, so that rows suffice.
-    - `temporaries`: tensors of a parameter's size that a step makes (foreach makes one, fused none).
+    - `temporaries`: copies that a step makes: of all tensors together (foreach), and beside those of the
+      largest one and of the next (a loop over them). Fused steps make none.
     """
 
     name: str = "AdamW"
     moments: int = 2
     by_rows: bool = True
-    temporaries: int = 0
+    temporaries: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)

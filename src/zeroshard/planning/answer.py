@@ -206,7 +206,8 @@ def inquiry_for(
     refuse_patterns(model, optimizers or (), options)
     refuse_precision(model, options.precision)
     refuse_written(model, options, site.ranks)
-    units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
+    units = blocks_of(model, optimizers, options.units)
+    rules = rules_of(optimizers, site.machine.gpu)
     batch = wanted.get("batch")
     inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
     if inputs is not None:
