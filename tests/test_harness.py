@@ -161,7 +161,7 @@ def test_a_torch_without_groups_of_threads_is_told(monkeypatch: pytest.MonkeyPat
     from torch.testing._internal.distributed import multi_threaded_pg
 
     monkeypatch.delattr(multi_threaded_pg.ThreadLocalWorld, "comms", raising=False)
-    with pytest.raises(zs.StateError, match="has no groups of threads that can be left: take torch 2.13"):
+    with pytest.raises(zs.StateError, match="has no groups of threads that can be left: take torch"):
         run_threads(2, sum_over_ranks, False)
 
 

@@ -22,8 +22,8 @@ __all__ = ["run_threads"]
 def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """`function(*args)` on `size` threads of this process, each a rank of one group; results in rank order.
 
-    Cheap for many ranks, and a debugger sees them all. CPU only, torch 2.13 or newer. Threads share torch's random numbers: draw
-    from generators of your own.
+    Cheap for many ranks, and a debugger sees them all. CPU only, torch 2.13 or newer. Threads share torch's
+    random numbers: draw from generators of your own.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
