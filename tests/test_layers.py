@@ -66,7 +66,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "planning": (
         ("frozen",),
         ("plan", "pricing", "fakes", "fused", "recurrent", "widening", "likeness", "blueprint", "unfit"),
-        ("traffic", "question"),
+        ("traffic", "question", "stretch"),
         ("meter", "measure", "planner"),
         ("trace", "choice", "frames"),
         ("answer",),

@@ -233,7 +233,7 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
         if (setup.state_rest(bundle) != "device") == host:
             width = WIDTHS[bundle.master]
             for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
-                if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
+                if weight.updated and weight.shape and weight.name not in native:
                     kept = setup.rules[weight.rule].moments + setup.freezes(weight)
                     total[bundle.unit] += slot.held(setup.rank) * width * kept
     return total
@@ -270,7 +270,7 @@ def update_bytes(setup: Setup) -> int:
     largest = 0
     for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
         for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
-            if weight.trainable and weight.rule >= 0:
+            if weight.updated:
                 size = slot.held(setup.rank) * WIDTHS[bundle.master]
                 widens = setup.grad_dtypes(weight)[1] != bundle.master
                 total, widened, largest = total + size, widened + size * widens, max(largest, size)

@@ -23,7 +23,7 @@ from zeroshard.machine import Machine
 from zeroshard.machine import machine as find_machine
 from zeroshard.sizes import parse_bytes
 
-from .blueprint import blocks_of, rules_of, shape_text, texts_of, weights_of
+from .blueprint import blocks_of, rules_of, shape_text, texts_of, weights_of, with_unused
 from .choice import choose
 from .frames import Frame, frames_of
 from .plan import Plan, options_of
@@ -245,10 +245,7 @@ def inquiry_for(
         refuse_precision(model, precision)
     if inputs is not None:
         question = replace(question, trace=Traces(question, model, inputs, wanted.get("loss")))
-        if True in question.recomputes and "recompute" not in given:
-            plain = question.segments(question.way(question.stages[0]))
-            if any(segment.spoils for segment in plain):
-                question = replace(question, recomputes=(False,), recomputable=False)
+        question = _learnt(question, "recompute" not in given)
     if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
         raise OptionError("disk_limit= needs disk_path=, a folder on that disk.")
     return Inquiry(
@@ -257,6 +254,19 @@ def inquiry_for(
         texts_of(model, optimizers, rules),
         tuple(shape_text(t) for t in inputs.tensors) if inputs is not None else (),
     )
+
+
+def _learnt(question: Question, may_recompute: bool) -> Question:
+    """The question with what one trace tells: which weights get no gradient, and, where that `may` be
+    chosen, whether units can be recomputed."""
+    asked = next(question.by_precision())
+    segments = asked.segments(asked.way(asked.stages[0], recompute=asked.recomputes[0]))
+    used = {name for segment in segments for name in segment.order}
+    trainable = {w.name for unit in question.units for w in unit.weights if w.trainable}
+    made = replace(question, units=with_unused(question.units, trainable - used))
+    if may_recompute and True in made.recomputes and any(segment.spoils for segment in segments):
+        return replace(made, recomputes=(False,), recomputable=False)
+    return made
 
 
 def _check_step(units: Sequence[Block], inputs: Inputs) -> None:

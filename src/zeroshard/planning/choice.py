@@ -44,6 +44,7 @@ def choose(question: Question) -> Plan:
         reasons=tuple(reasons(question, chosen, candidates, uneven)),
         imbalance=uneven,
         shared=question.shared,
+        unused=question.unused,
     )
 
 
@@ -72,6 +73,10 @@ def reasons(
         yield f"Lean: buckets of {small}, units gathered {chosen.settings['prefetch']} ahead."
     if question.trace is None:
         yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
+    if question.unused:
+        names, more = question.unused, len(question.unused) - 1
+        which = f"`{names[0]}`" + (f" and {more:,} more parameters get" if more else " gets")
+        yield f"{which} no gradient in the traced step: no state is planned for what it does not use."
     if chosen.placing != "device" and question.options.clip_norm is None:
         yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."
     if chosen.settings["split"] == "level" and question.options.split != "level":

@@ -108,6 +108,7 @@ class Plan:
 
     - `weights`: every parameter's shape and dtype; `optimizer`: the rule of every parameter group;
       `batch`: shapes of the example inputs. What a run must have in common with the plan.
+    - `unused`: trainable parameters that the traced step gave no gradient; no state is planned for them.
     - `shared`: the limit is for device and host tier together, which are one memory on the CPU.
     """
 
@@ -127,6 +128,7 @@ class Plan:
     weights: dict[str, str] = field(default_factory=dict)
     optimizer: tuple[str, ...] = ()
     batch: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     format: int = field(default=FORMAT, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,8 +153,8 @@ class Plan:
                 )
             data["chosen"] = Candidate(**data["chosen"])
             data["candidates"] = tuple(Candidate(**candidate) for candidate in data["candidates"])
-            for name in ("reasons", "optimizer", "batch"):
-                data[name] = tuple(data[name])
+            for name in ("reasons", "optimizer", "batch", "unused"):
+                data[name] = tuple(data.get(name, ()))
             return cls(**data)
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, PlanError):

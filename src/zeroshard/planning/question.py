@@ -100,6 +100,12 @@ class Question:
         return tuple(unit.name for unit in self.units if unit.name)
 
     @cached_property
+    def unused(self) -> tuple[str, ...]:
+        """Trainable weights that get no gradient."""
+        weights = (w for unit in self.units for w in unit.weights)
+        return tuple(w.name for w in weights if w.trainable and not w.used)
+
+    @cached_property
     def largest(self) -> int:
         """Bytes of the largest tensor, below which no bucket can go."""
         return max((w.numel * WIDTHS[w.dtype] for unit in self.units for w in unit.weights), default=1)
