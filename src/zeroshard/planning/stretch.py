@@ -19,6 +19,9 @@ from torch.utils._pytree import TreeSpec
 
 from zeroshard.count.timeline import Segment
 
+# What lives beyond what is saved when forward and backward come to a unit, and when backward has left it.
+Situation = tuple[int, int, int]
+
 
 @dataclass(eq=False)
 class Twin:
@@ -58,10 +61,13 @@ class Stretch:
     needs: list[str] = field(default_factory=list)
     start: int = 0  # what lives beyond what is saved when forward comes to it
     base: int = 0  # the same of backward
+    after: int = 0  # the same when backward has left it
     # Weights whose gradients arrived in its backward, and the most that lived before the first, after it, …
     order: list[str] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     weights: list[str] = field(default_factory=list)  # of a repeated one, as in its twin
+    reaches: list[str] = field(default_factory=list)  # those that backward comes to
+    begun: set[str] = field(default_factory=set)  # of those, whose sums had begun when it came
     standing: int = 0  # bytes that a repeated one really keeps: inputs and outputs that the first one saved
     held: list[Tensor] = field(default_factory=list)  # those, as long as backward would keep them
 
@@ -69,6 +75,15 @@ class Stretch:
     def real(self) -> int:
         """Bytes that its tensors in this trace really keep for backward."""
         return self.saved if self.like is None else self.standing
+
+    @property
+    def situation(self) -> Situation:
+        return self.start, self.base, self.after
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it stands for a unit around which other things lived than around the first one."""
+        return self.like is not None and self.situation != self.like.stretch.situation
 
     def done(self, sizes: dict[str, int]) -> Segment:
         """As a record. `sizes`: bytes of every weight's gradient."""
@@ -97,17 +112,18 @@ class Stretch:
         used again before, the sum goes on, and is held; of others, the last part may come here."""
         source = twin.stretch
         mine = dict(zip(twin.weights, self.weights, strict=True))
-        elsewhere = {self.weights[number] for number in twin.reaches} - set(self.order)
         more = self.base - source.base
         order, levels = list[str](), [level + more for level in source.levels[:1]]
         for name, level in zip(source.order, source.levels[1:], strict=True):
-            own = mine.get(name)
-            if own is None or own in elsewhere:
-                more += sizes[name]
-                levels[-1] = max(levels[-1], level + more)
-            else:
+            own = mine.get(name, "")
+            # The first one's sum has gone to its leaf, with what there was of it when backward came.
+            more += sizes[name] * ((name in source.begun) - (own in self.begun))
+            if own in self.order or own not in self.reaches:
                 order.append(own)
                 levels.append(level + more)
+            else:
+                more += sizes[name]
+                levels[-1] = max(levels[-1], level + more)
         for name in self.order:
             if name not in order:
                 order.append(name)

@@ -39,7 +39,7 @@ from .fakes import Fakes, unread_masks
 from .fused import as_on_gpu
 from .likeness import mode, natures, sight
 from .meter import Meter
-from .stretch import Stand, Stretch, Twin, reached
+from .stretch import Situation, Stand, Stretch, Twin, reached
 from .widening import Widening
 
 Loss = Callable[[Any], Tensor]
@@ -83,9 +83,11 @@ class Tracer:
         precision: Precision | None = None,
         fakes: Fakes | None = None,
     ) -> None:
+        self._fakes = fakes if fakes is not None else Fakes()
+        self._given = (model, names, recompute, compute, gpu, precision, self._fakes)
         self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
         self._inputs = getattr(torch, precision.compute) if precision is not None else None
-        self._widening, self._fakes = Widening(precision), fakes if fakes is not None else Fakes()
+        self._widening = Widening(precision)
         self._kernels = as_on_gpu if gpu else nullcontext
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
         self._natures = natures(self._modules)
@@ -93,9 +95,12 @@ class Tracer:
         self._stretches: list[Stretch] = []
         self._backward: Stretch | None = None
         self._waiting: dict[str, dict[str, Tensor]] = {}  # by unit: leaves that have no gradient yet
+        self._leaves: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}  # of leaves, by id
         self._owner: dict[int, str] = {}  # the unit of a weight, by its memory
         self._inside: list[str] = []  # units that forward is in
+        self._entries: list[Stretch] = []  # those in which forward entered a unit
+        self._situations: list[Situation] = []  # of those, in an earlier trace
         self._arrived: list[Tensor] = []  # leaves that hold a gradient
         self._grad_bytes = 0  # of those
         self._saved: dict[int, Any] = {}
@@ -104,6 +109,15 @@ class Tracer:
 
     def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
         """Forward, loss and backward; the segments in the order of forward."""
+        self._trace(inputs, loss)
+        if any(stretch.is_elsewhere for stretch in self._entries):
+            again = type(self)(*self._given)
+            again._situations = [stretch.situation for stretch in self._entries]
+            again._trace(inputs, loss)
+            return again._segments()
+        return self._segments()
+
+    def _trace(self, inputs: Inputs, loss: Loss | None) -> None:
         with _quiet(), unread_masks(), self._fakes.mode, torch.random.fork_rng(devices=[]):
             weights = self._weights()
             args, kwargs = self._fake(inputs)
@@ -111,7 +125,13 @@ class Tracer:
             with self._watched(), self._meter, hooks, self._kernels():
                 step = _Step(self.model, partial(self._step, inputs, loss))
                 functional_call(step, weights, args, kwargs, tie_weights=False)
-            sizes = {name.removeprefix("model."): fake.nbytes for name, fake in weights.items()}
+
+    def _segments(self) -> list[Segment]:
+        sizes = {name: leaf.nbytes for name, leaf in self._leaves.items()}
+        begun = set[str]()
+        for stretch in reversed(self._stretches):
+            stretch.begun = begun.intersection(stretch.reaches)
+            begun.update(stretch.reaches)
         ends = (self._stretches[0], self._stretches[-1])
         return [s.done(sizes) for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
 
@@ -137,7 +157,7 @@ class Tracer:
         for name, _ in self.model.named_parameters():
             unit = units[name].pop() if len(units[name]) == 1 else ""  # the root's, of several
             self._waiting.setdefault(unit, {})[name] = made[name]
-            self._names[id(made[name])] = name
+            self._leaves[name], self._names[id(made[name])] = made[name], name
             self._owner[made[name].untyped_storage()._cdata] = unit
         for fake in made.values():
             self._leave_out(fake)
@@ -191,10 +211,12 @@ class Tracer:
             self.recompute(name),
             tuple((sight(x), self._is_saved(x)) for x in leaves),
             tuple(sight(p) for p in module.parameters()),
+            self._situations[len(self._entries)] if len(self._entries) < len(self._situations) else None,
         )
         outer = self._stretches[-1].unit
         self._inside.append(name)
         self._begin(name, len(self._inside))
+        self._entries.append(self._stretches[-1])
         if key in self._twins and name not in self._outer:
             self._stretches[-1].like = self._twins[key]
             output = self._stand(self._stretches[-1], leaves)
@@ -220,6 +242,7 @@ class Tracer:
         stretch.spoils = any(one[0] != two[0] for one, two in pairs)
         self._hook(flat)
         weights, found = list(module.parameters()), reached(flat, leaves)
+        stretch.reaches = [self._names[id(w)] for w in weights if id(w) in found]
         return Twin(
             stretch,
             outputs=[(*sight(x), self._is_saved(x)) for x in flat],
@@ -259,6 +282,7 @@ class Tracer:
         twin, weights = stretch.like, list(self._modules[stretch.unit].parameters())
         assert twin is not None
         stretch.weights = [self._names[id(weight)] for weight in weights]
+        stretch.reaches = [stretch.weights[number] for number in twin.reaches]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if torch.is_grad_enabled():
             tensors += [weights[number] for number in twin.reaches]
@@ -374,6 +398,7 @@ class Tracer:
                 if not passed.levels:
                     passed.base = self._level()
                     passed.levels.append(passed.base)
+            at.after = self._level()
 
 
 @contextmanager
