@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.planning.trace import Inputs, Tracer
+from zeroshard.testing import ranks
 
 WIDTH, BLOCKS = 64, 6
 
@@ -117,6 +118,26 @@ def planned_and_real(path: str, keeps: bool, options: dict[str, Any]) -> dict[st
 def test_one_rank_holds_what_was_planned(path: str, keeps: bool, recompute: bool) -> None:
     for kind, (planned, real) in planned_and_real(path, keeps, {"recompute": recompute}).items():
         assert planned == real, kind
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_ranks_gather_what_was_planned(path: str, recompute: bool) -> None:
+    for found in ranks(2).run(planned_and_real, path, False, {"stage": 3, "recompute": recompute}):
+        for kind, (planned, real) in found.items():
+            assert planned == real, kind
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_gathered_ahead_was_planned(path: str, recompute: bool) -> None:
+    for ahead in (1, 2):
+        options = {"stage": 3, "transport": "gloo", "prefetch": ahead, "recompute": recompute}
+        for found in ranks(2).run(planned_and_real, path, False, options):
+            planned, real = found["gathered"]
+            assert planned == real, ahead
 
 
 def traces(path: str) -> list[int]:

@@ -109,7 +109,7 @@ def test_what_rests_on_the_host(name: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_hold_what_was_planned(name: str, stage: int) -> None:
     for offload in (None, zs.Offload()):

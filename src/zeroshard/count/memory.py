@@ -63,9 +63,11 @@ class Setup(Division):
         return buffers_of(self)
 
     def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
-        """The same with other units recomputed: no lasting buffer depends on it."""
+        """The same with other units recomputed: no lasting buffer depends on it, but for units that are
+        gathered while others wait for gradients."""
         made = replace(self, options=replace(self.options, recompute=recompute))
-        made.__dict__.update({name: getattr(self, name) for name in _SAME})
+        same = [name for name in _SAME if name != "held" or not (self.visits or self.waiting)]
+        made.__dict__.update({name: getattr(self, name) for name in same})
         return made
 
     @cached_property
@@ -256,7 +258,7 @@ def gathered(setup: Setup) -> int:
                 stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
     at_once = setup.overlaps and setup.resident  # all are published at once
-    most = most_lent(sizes, stages, setup.ahead, at_once)
+    most = most_lent(sizes, stages, setup.ahead, at_once, setup.course)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
     # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
     arriving = sum(changes if setup.overlaps else set(changes))

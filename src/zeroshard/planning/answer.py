@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.config import OptionKeys, Options, Precision
+from zeroshard.count.lending import Visit
 from zeroshard.count.memory import Setup
 from zeroshard.count.shapes import Block
 from zeroshard.count.timeline import Segment
@@ -257,13 +258,16 @@ def inquiry_for(
 
 
 def _learnt(question: Question, may_recompute: bool) -> Question:
-    """The question with what one trace tells: which weights get no gradient, and, where that `may` be
-    chosen, whether units can be recomputed."""
+    """The question with what one trace tells: which weights get no gradient, in which order units compute if
+    not in that of registration, and, where that `may` be chosen, whether units can be recomputed."""
     asked = next(question.by_precision())
     segments = asked.segments(asked.way(asked.stages[0], recompute=asked.recomputes[0]))
     used = {name for segment in segments for name in segment.order}
     trainable = {w.name for unit in question.units for w in unit.weights if w.trainable}
-    made = replace(question, units=with_unused(question.units, trainable - used))
+    visits = tuple(Visit(s.unit, s.entered, s.needs) for s in segments if s.entered or s.needs)
+    if [visit.unit for visit in visits if visit.entered] == list(question.names):
+        visits = ()
+    made = replace(question, units=with_unused(question.units, trainable - used), visits=visits)
     if may_recompute and True in made.recomputes and any(segment.spoils for segment in segments):
         return replace(made, recomputes=(False,), recomputable=False)
     return made

@@ -45,6 +45,7 @@ def choose(question: Question) -> Plan:
         imbalance=uneven,
         shared=question.shared,
         unused=question.unused,
+        visits=question.visits,
     )
 
 

@@ -136,7 +136,9 @@ def _lasting(
     units = with_unused(blocks_of(model, optimizers, options.units), set(plan.unused))
     rules = rules_of(optimizers)
     world, rank = transport.size, transport.rank
-    setup = Setup(units, options, world, rules, rank, transport.overlaps, transport.staged)
+    setup = Setup(
+        units, options, world, rules, rank, transport.overlaps, transport.staged, visits=plan.visits
+    )
     placement = plan.chosen.placement
     return asdict((setup if placement is None else setup.placed_as(placement)).held)
 

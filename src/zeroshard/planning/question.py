@@ -14,6 +14,7 @@ from functools import cached_property
 from zeroshard.config import Options, Precision, Stage
 from zeroshard.count.balance import heaviest, imbalance
 from zeroshard.count.division import NATIVE
+from zeroshard.count.lending import Visit
 from zeroshard.count.memory import Setup
 from zeroshard.count.shapes import WIDTHS, Block, Rule
 from zeroshard.count.timeline import Segment
@@ -65,6 +66,7 @@ class Question:
     halves: bool = True  # whether there is a batch that can be halved
     narrows: bool = True  # whether all of the model could compute in bf16
     recomputable: bool = True  # whether no unit writes what it is given
+    visits: tuple[Visit, ...] = ()  # of units in a step, where it does not go from one to the next
     setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
     # Of this very question: another limit, say, has its own.
     prices: dict[Options, Candidate] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -124,7 +126,13 @@ class Question:
             kin = self.setups.get((alike, self.world))
             if kin is None:
                 made = Setup(
-                    self.units, alike, self.world, self.rules, overlaps=self.overlaps, staged=self.staged
+                    self.units,
+                    alike,
+                    self.world,
+                    self.rules,
+                    overlaps=self.overlaps,
+                    staged=self.staged,
+                    visits=self.visits,
                 )
                 kin = self.setups[alike, self.world] = heaviest(made)
             known = self.setups[base, self.world] = kin.bundled_as(base)
