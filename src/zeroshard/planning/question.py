@@ -30,6 +30,14 @@ Trace = Callable[[Options], tuple[Segment, ...]]
 
 
 @dataclass(frozen=True)
+class Half:
+    """A step with half of the batch: its trace, and the bytes of inputs and of the model's buffers."""
+
+    trace: Trace
+    inputs: int
+
+
+@dataclass(frozen=True)
 class Question:
     """What a plan is asked for.
 
@@ -63,7 +71,7 @@ class Question:
     staged: bool = False
     shared: bool = False
     by_node: bool = False  # whether the limit was given as that of a node
-    halves: bool = True  # whether there is a batch that can be halved
+    half: Half | None = None  # of the batch, where it can be halved
     narrows: bool = True  # whether all of the model could compute in bf16
     recomputable: bool = True  # whether no unit writes what it is given
     visits: tuple[Visit, ...] = ()  # of units in a step, where it does not go from one to the next
