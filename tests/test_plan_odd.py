@@ -158,3 +158,68 @@ def test_more_ranks_of_a_node_share_what_it_has() -> None:
     assert "ranks," not in said
     assert 'pass memory_limit_per_node="5.4MiB"' in said
     assert zs.plan(model, ranks=2, **asked, memory_limit_per_node="5.4MiB").chosen.fits
+
+
+class Grown(nn.Module):
+    """Makes its weights of a small one: what it keeps for backward has little to do with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.ones(64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = self.seed
+        for _ in range(4):
+            grown = (grown * torch.ones(64, 4096)).tanh()[:, :4096]
+        return torch.tanh(x @ grown[:, :64]).square().mean()
+
+
+def test_half_a_batch_is_advised_where_it_fits() -> None:
+    """Not where activations do not go with the batch, nor where the model does not take half of it."""
+    batch = torch.zeros(256, 64)
+    asked: dict[str, Any] = {"ranks": 1, "machine": "H100"}
+    need = zs.plan(Grown(), batch=batch, limit="1GiB", **asked).chosen.device
+    assert "halve" not in advised(Grown(), batch, limit=int(0.6 * need), **asked)
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    need = zs.plan(deep, batch=batch, limit="1GiB", recompute=False, offload=None, **asked).chosen.device
+    asked |= {"limit": int(0.8 * need), "recompute": False, "offload": None}
+    assert "halve the micro-batch" in advised(deep, batch, **asked)
+    assert zs.plan(deep, batch=batch[:128], **asked).chosen.fits
+    whole = nn.Sequential(Fixed(256), *deep)
+    assert "halve" not in advised(whole, batch, **asked)
+
+
+class Fixed(nn.Module):
+    """Takes batches of so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(self.rows, -1, x.shape[-1]).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload": None},
+        {"offload": None, "precision": "bf16"},
+        {"offload": None, "sync": zs.Delayed()},
+        {"offload": zs.Offload(optimizer="auto", device_bytes=150_000)},
+        {"offload": zs.Offload(), "clip_norm": 1.0},
+    ],
+    ids=str,
+)
+def test_gradients_of_one_rank_are_held_against_their_plan(options: dict[str, Any]) -> None:
+    """They are seen whenever a backward ends, also if the loop has dropped them since."""
+    model, batch = Stacked(adapted=False), torch.randn(16, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    run = zs.shard(model, optimizer, limit=2**30, batch=batch, **options)
+    for _ in range(3):
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = run.stats()
+    run.close()
+    assert stats.peak["gradients"] == stats.planned["gradients"]

@@ -12,6 +12,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard import cli, search
 from zeroshard.errors import OptionError
+from zeroshard.planning.batch import with_rows
 
 
 def tower(layers: int, width: int = 256) -> nn.Module:
@@ -58,11 +59,11 @@ def test_the_fewest_ranks_are_the_fewest() -> None:
 
 
 def test_batches_of_every_form_get_other_rows() -> None:
-    assert search.with_rows("8x32", 3).shape == (3, 32)
-    made = search.with_rows({"x": torch.zeros(4, 2), "mask": torch.zeros(5, 5), "scale": 2.0}, 7)
+    assert with_rows("8x32", 3).shape == (3, 32)
+    made = with_rows({"x": torch.zeros(4, 2), "mask": torch.zeros(5, 5), "scale": 2.0}, 7)
     assert (made["x"].shape, made["mask"].shape, made["scale"]) == ((7, 2), (5, 5), 2.0)
     with pytest.raises(OptionError, match="a batch with rows"):
-        search.with_rows({"scale": 2.0}, 7)
+        with_rows({"scale": 2.0}, 7)
     with pytest.raises(OptionError, match="needs batch="):
         search.largest_batch(on_meta(1), ranks=1, limit="1GiB")
 

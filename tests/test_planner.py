@@ -22,7 +22,7 @@ from zeroshard.count.memory import Setup
 from zeroshard.count.timeline import Segment, peak_of, step_moments
 from zeroshard.errors import OptionError
 from zeroshard.machine import GPUS, machine
-from zeroshard.planning.answer import tokens
+from zeroshard.planning.batch import tokens
 from zeroshard.planning.blueprint import blocks_of, rules_of
 from zeroshard.planning.choice import choose
 from zeroshard.planning.frames import moments_of

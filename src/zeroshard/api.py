@@ -20,6 +20,7 @@ from .config import Options
 from .count.placement import Placement
 from .errors import StateError
 from .fields import check_flag
+from .life.grad import LocalGradients
 from .life.shard import Faces, Param, mesh_over, names_of
 from .life.units import called_by, matching
 from .planning.plan import Plan
@@ -339,13 +340,10 @@ class Run(Kept):
         for kind, more in (("state", state - hosted), ("host", hosted - booked)):
             live[kind] += more
             peak[kind] += more
-        if self.size == 1:
-            landed = runtime.host.landed if runtime.host is not None else set[str]()
-            grads = sum(
-                p.home.grad.nbytes for p in runtime.params if p.home.grad is not None and p.name not in landed
-            )
-            live["gradients"] += grads
-            peak["gradients"] = max(peak["gradients"], grads)
+        gradients = runtime.gradients
+        if self.size == 1 and isinstance(gradients, LocalGradients):
+            live["gradients"] += (now := gradients.live())
+            peak["gradients"] = max(peak["gradients"], gradients.most, now)
         return Stats(
             steps=runtime.steps,
             sent=counters.sent,

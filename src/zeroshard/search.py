@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map
 
 from .errors import OptionError, PlanError
-from .planning.answer import Inquiry, PlanKeys, inquire, tokens
+from .planning.answer import Inquiry, PlanKeys, inquire
+from .planning.batch import with_rows
 from .planning.choice import choose, fitting, refusal, smallest
 from .planning.plan import Plan
 from .planning.planner import all_candidates
@@ -144,21 +144,3 @@ def _largest(what: str, ask: Callable[[int], Inquiry], low: int, high: int) -> F
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fitting(ask(middle).question) else (good, middle)
     return Found(what, good, ask(good).plan())
-
-
-def with_rows(batch: Any, rows: int) -> Any:
-    """The same batch with another number of rows, as shapes alone. Tensors whose dim 0 is not that of the
-    first stay."""
-    made = tokens(batch) if isinstance(batch, str) else batch
-    tensors = [x for x in tree_flatten(made)[0] if isinstance(x, Tensor) and x.dim() > 0]
-    if not tensors:
-        raise OptionError("a search for the largest micro-batch needs a batch with rows: a tensor in it.")
-    height = tensors[0].shape[0]
-
-    def one(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        shape = (rows, *value.shape[1:]) if value.dim() > 0 and value.shape[0] == height else value.shape
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    return tree_map(one, made)

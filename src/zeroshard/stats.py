@@ -17,7 +17,8 @@ class Stats:
       step's gradient over the gradient's norm, measured in every 16th step.
     - `waited`: seconds this rank waited for others, by kind.
     - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
-      ``buckets``; with offload ``host``, ``staging``, ``disk``).
+      ``buckets``; with offload ``host``, ``staging``, ``disk``). Gradients of one rank, which the loop drops,
+      are looked at when a backward ends.
     - `norm`: of the last gradient, before clipping, where `clip_norm` measures it.
     - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known),
       ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded

@@ -212,6 +212,7 @@ def _searched(
 ) -> tuple[Any, dict[str, Any]]:
     """What was found, and what to ask for its plan. `values` gets the one that was searched for."""
     from zeroshard import search
+    from zeroshard.planning.batch import with_rows
 
     print("searching …", file=sys.stderr)
     if arguments.search == "model":
@@ -228,7 +229,7 @@ def _searched(
     asked = {"batch": batch} | asked
     if arguments.search == "batch":
         found = search.largest_batch(model, **asked)
-        return found, asked | {"batch": search.with_rows(asked["batch"], found.value)}
+        return found, asked | {"batch": with_rows(asked["batch"], found.value)}
     most = asked.pop("ranks", search.MOST_RANKS)
     found = search.fewest_ranks(model, most=most, **asked)
     return found, asked | {"ranks": found.value}

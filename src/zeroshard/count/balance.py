@@ -9,12 +9,15 @@ from itertools import accumulate
 
 from .memory import Setup
 
-TRAINED = 4  # a trainable element takes so many times the bytes of one that is not: gradient, moments
+# An element that is trained takes so many times the bytes of one that is not: gradient, moments. Where a step
+# does not use it, it has a gradient's place alone.
+TRAINED, UNUSED = 4, 2
 
 
 def heaviest(setup: Setup) -> Setup:
     """The same, seen from the rank that owns most; of several from the first."""
-    loads = _loads(setup, dict.fromkeys(setup.trainable, TRAINED))
+    factors = {name: TRAINED if w.used else UNUSED for name, w in setup.trainable.items()}
+    loads = _loads(setup, factors)
     return replace(setup, rank=max(loads, key=lambda rank: (loads[rank], -rank))) if loads else setup
 
 

@@ -14,7 +14,7 @@ from zeroshard.policy import Local, choices_of, delays
 from zeroshard.routes import bucket_limit, codec_for, gather_codec
 
 from .layout import ALIGN, Slot, aligned, buckets, slots_by_name, stretches
-from .lending import small_units
+from .lending import Course, Visit, small_units
 from .placement import Place, Placement, Rest
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
 from .wires import HELD_BYTES, Sort
@@ -34,6 +34,7 @@ class Division(ABC):
     overlaps: bool = True
     staged: bool = False
     placement: Placement | None = None  # decided already; else `places` decides
+    visits: tuple[Visit, ...] = ()  # of a `Course`
 
     @property
     @abstractmethod
@@ -150,6 +151,16 @@ class Division(ABC):
         exact = set(wanted)
         patterns = [pattern for pattern in wanted if any(mark in pattern for mark in "*?[")]
         return frozenset(n for n in names if n in exact or any(fnmatchcase(n, p) for p in patterns))
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Units with weights that a step does not use: their gradients are never complete."""
+        return frozenset(u.name for u in self.units if any(w.trainable and not w.used for w in u.weights))
+
+    @property
+    def course(self) -> Course:
+        frozen = frozenset(u.name for u in self.units if not any(w.trainable for w in u.weights))
+        return Course(self.visits, self.waiting, frozen, self._recomputed)
 
     def state_rest(self, bundle: Bundle) -> Rest:
         return self.place(bundle).optimizer

@@ -1,14 +1,15 @@
 """Which gathered buffers are lent at one time in a training step. Integers only.
 
 Follows `runtime`: gathers run some units ahead where the transport overlaps; forward keeps the root, the last
-unit, and as many before it as run ahead; backward lets a unit go when the next one comes. Recomputation
-changes nothing in that.
+unit, and as many before it as run ahead; backward lets a unit go when the next one comes, or, where it has
+gradients to come, the one after that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 
 from .layout import aligned
 
@@ -22,43 +23,124 @@ SMALL_COUNT = 500  # parameters; fewer cost too little time
 SMALL_ROOM = 4 * 2**20  # bytes of all that stay whole
 
 
+@dataclass(frozen=True)
+class Visit:
+    """A stretch of forward in a unit: `entered` and `needs` as of a `Segment`."""
+
+    unit: str
+    entered: int = 0
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a step goes through the units.
+
+    - `visits`: in the order of forward; where there are none, every unit once, as they are registered.
+    - `waiting`: units that never have all of their gradients. `frozen`: those that wait for none.
+      `recomputed`: those that compute again in backward.
+    """
+
+    visits: Sequence[Visit] = ()
+    waiting: Container[str] = ()
+    frozen: Container[str] = ()
+    recomputed: Container[str] = ()
+
+
 def most_lent(
     sizes: Mapping[str, Sizes],
     stages: Mapping[str, Sizes],
     ahead: int,
     at_once: bool = False,
+    course: Course | None = None,
 ) -> Sizes:
-    """The most buffers of each size. `sizes`: what every unit gathers, in forward order; nothing where it is
-    always whole. `stages`: where its codes arrive meanwhile; `at_once`: those of all units together."""
-    order, most = list(sizes), Sizes()
-    lent, arriving = _Held(sizes, most), _Held(stages, most)
-
-    def take(names: Sequence[str]) -> None:
-        for name in names:
-            if name not in lent.names:
-                lent.take(name)
-                arriving.take(name)
-
+    """The most buffers of each size. `sizes`: what every unit gathers, the root first, in the order in which
+    they are registered; nothing where it is always whole. `stages`: where its codes arrive meanwhile;
+    `at_once`: those of all units together."""
+    lending = _Lending(sizes, stages, ahead, course or Course())
     if at_once:
-        for name in order:
-            arriving.take(name)
-        for name in order:
-            arriving.give(name)
-    for place, name in enumerate(order):
-        take(order[place : place + 1 + ahead])
-        arriving.give(name)
-        if name != order[0] and place < len(order) - 1 - ahead:
-            lent.give(name)
-    above: str | None = None
-    for place in reversed(range(len(order))):
-        if not sizes[order[place]]:
-            continue  # always whole: backward does not notice it
-        if above is not None and above != order[0]:
-            lent.give(above)
-        take(order[max(place - ahead, 0) : place + 1][::-1])
-        arriving.give(order[place])
-        above = order[place]
-    return most
+        for name in sizes:
+            lending.arriving.take(name)
+        for name in sizes:
+            lending.arriving.give(name)
+    lending.forward()
+    lending.backward()
+    return lending.most
+
+
+class _Lending:
+    """One step, as `runtime` makes it."""
+
+    def __init__(
+        self, sizes: Mapping[str, Sizes], stages: Mapping[str, Sizes], ahead: int, course: Course
+    ) -> None:
+        self.most = Sizes()
+        self.lent, self.arriving = _Held(sizes, self.most), _Held(stages, self.most)
+        self._sizes, self._ahead, self._course = sizes, ahead, course
+        self._root, *others = sizes
+        self._visits = course.visits or [Visit(name, 1, (name,)) for name in others]
+        entered = [visit.unit for visit in self._visits if visit.entered]
+        self._order = list(dict.fromkeys([self._root, *entered]))
+        self._places = {name: place for place, name in enumerate(self._order)}
+        self._last = self._order[-1 - ahead :]  # stay from forward to backward
+        self._left = Counter(visit.unit for visit in self._visits)  # visits until its gradients are complete
+        self._recent: list[str] = []
+
+    def forward(self) -> None:
+        inside = [self._root]
+        self._fetch(self._root, 1)
+        for visit in self._visits:
+            if visit.entered:
+                while len(inside) > visit.entered:
+                    self._leave(inside.pop())
+                self._fetch(visit.unit, 1)
+                inside.append(visit.unit)
+        while len(inside) > 1:
+            self._leave(inside.pop())
+
+    def _leave(self, name: str) -> None:
+        if name not in self._last:
+            self.lent.give(name)
+
+    def backward(self) -> None:
+        for visit in reversed(self._visits):
+            needs = visit.needs
+            if visit.unit in self._course.recomputed and self._sizes[visit.unit]:
+                self._make_room(visit.unit, done=True)
+                self._fetch(visit.unit, -1)
+                needs = needs or (visit.unit,)  # nothing was saved of what is computed again
+            for name in reversed(needs):
+                if self._sizes[name] and self._recent[-1:] != [name]:
+                    self._make_room(name)
+                    self._recent.append(name)
+                    self._fetch(name, -1)
+            self._left[visit.unit] -= 1
+
+    def _make_room(self, coming: str, done: bool = False) -> None:
+        kept = []
+        for index, name in enumerate(self._recent):
+            old = self._has_all(name) or (index < len(self._recent) - 1 and not done)
+            if name in (coming, self._root) or not old:
+                kept.append(name)
+            else:
+                self.lent.give(name)
+        self._recent = [name for name in dict.fromkeys(kept) if done or name != coming]
+
+    def _has_all(self, name: str) -> bool:
+        course = self._course
+        return name in course.frozen or (self._left[name] <= 0 and name not in course.waiting)
+
+    def _fetch(self, name: str, way: int) -> None:
+        """A unit and those that come next, forward or (-1) backward."""
+        wanted, place = [name], self._places.get(name)
+        if place is not None:
+            places = [place + way * step for step in range(1, 1 + self._ahead)]
+            wanted += [self._order[at] for at in places if 0 <= at < len(self._order)]
+        for one in wanted:
+            if one not in self.lent.names:
+                self.lent.take(one)
+                self.arriving.take(one)
+        self.arriving.give(name)
 
 
 class _Held:

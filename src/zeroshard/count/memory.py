@@ -64,9 +64,11 @@ class Setup(Division):
         return buffers_of(self)
 
     def recomputing(self, recompute: tuple[str, ...] | bool) -> Setup:
-        """The same with other units recomputed: no lasting buffer depends on it."""
+        """The same with other units recomputed: no lasting buffer depends on it, but for units that are
+        gathered while others wait for gradients."""
         made = replace(self, options=replace(self.options, recompute=recompute))
-        made.__dict__.update({name: getattr(self, name) for name in _SAME})
+        same = [name for name in _SAME if name != "held" or not (self.visits or self.waiting)]
+        made.__dict__.update({name: getattr(self, name) for name in same})
         return made
 
     @cached_property
@@ -234,7 +236,7 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
         if (setup.state_rest(bundle) != "device") == host:
             width = WIDTHS[bundle.master]
             for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
-                if weight.trainable and weight.rule >= 0 and weight.shape and weight.name not in native:
+                if weight.updated and weight.shape and weight.name not in native:
                     kept = setup.rules[weight.rule].moments + setup.freezes(weight)
                     total[bundle.unit] += slot.held(setup.rank) * width * kept
     return total
@@ -257,7 +259,7 @@ def gathered(setup: Setup) -> int:
                 stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
     at_once = setup.overlaps and setup.resident  # all are published at once
-    most = most_lent(sizes, stages, setup.ahead, at_once)
+    most = most_lent(sizes, stages, setup.ahead, at_once, setup.course)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
     # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
     arriving = sum(changes if setup.overlaps else set(changes))
@@ -271,7 +273,7 @@ def update_bytes(setup: Setup) -> int:
     sizes: list[list[int]] = [[] for _ in setup.rules]
     for bundle in (b for b in setup.bundles if setup.state_rest(b) == "device"):
         for weight, slot in zip(bundle.weights, bundle.slots, strict=True):
-            if weight.trainable and weight.rule >= 0:
+            if weight.updated:
                 size = slot.held(setup.rank) * WIDTHS[bundle.master]
                 widens = setup.grad_dtypes(weight)[1] != bundle.master
                 widened += size * widens

@@ -43,7 +43,7 @@ BLOCKS = 2 * LANES
 @dataclass(frozen=True)
 class Weight:
     """A parameter as the model has it. `number`: its place in `model.parameters()`; `rule`: whose update it
-    gets, -1 for none."""
+    gets, -1 for none; `used`: whether a step gives it a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,10 +51,16 @@ class Weight:
     trainable: bool = True
     number: int = 0
     rule: int = 0
+    used: bool = True
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def updated(self) -> bool:
+        """Whether an optimizer's step changes it, and keeps state for it."""
+        return self.trainable and self.used and self.rule >= 0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class Segment:
     - `order`, `levels`: weights in the order in which their gradients arrive, and the most that lives as for
       `backward` before the first, after the first, and so on. Empty where no step was traced.
     - `spoils`: its forward writes what it was given, so that it cannot be recomputed.
+    - `entered`: in how many units forward is, this one included, where it begins with entering its unit; 0
+      where forward goes on in it. `needs`: units whose weights backward wants again, in the order of forward.
     """
 
     unit: str
@@ -55,6 +57,8 @@ class Segment:
     order: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
     spoils: bool = False
+    entered: int = 0
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,13 @@ def _label(segment: Segment) -> str:
 
 def _once(setup: Setup) -> int:
     """Bytes of a whole gradient, but for what ends on the host."""
-    return sum(w.numel * WIDTHS[b.landed] for b in setup.buckets if b.part is None for w in b.weights)
+    alone = [b for b in setup.buckets if b.part is None]
+    return sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights if w.used)
 
 
 def _unsynced(setup: Setup) -> int:
     """Bytes of a whole gradient on leaves."""
-    return sum(w.numel * WIDTHS[setup.dtypes(w)[0]] for w in setup.trainable.values())
+    return sum(w.numel * WIDTHS[setup.dtypes(w)[0]] for w in setup.trainable.values() if w.used)
 
 
 class _Arrivals:
@@ -165,10 +170,22 @@ class _Arrivals:
             self._held = leaves if self._holding[self._due] else 0
             self.now, self._due = self.now + self._held, self._due + 1
         if not setup.reduces and self._missing[number] == 0:
-            flat = bucket.full * WIDTHS[bucket.landed]
-            most = self.now, self.landed + flat
-            self.now -= self._waiting[number]
-            self._flat = _kept(setup, self._flat, flat)
+            most = self._flatten(number)
+        return most
+
+    def end(self) -> list[tuple[int, int]]:
+        """Backward has ended: the same of each bucket that did not fill, since parts of it were not used."""
+        if self.setup.reduces:
+            return []  # they are laid out in wires that are there
+        left = [number for number, missing in enumerate(self._missing) if missing and self._waiting[number]]
+        return [self._flatten(number) for number in left]
+
+    def _flatten(self, number: int) -> tuple[int, int]:
+        bucket = self.setup.buckets[number]
+        flat = bucket.full * WIDTHS[bucket.landed]
+        most = self.now, self.landed + flat
+        self.now -= self._waiting[number]
+        self._flat = _kept(self.setup, self._flat, flat)
         return most
 
 
@@ -177,8 +194,9 @@ def _arrivals(
 ) -> tuple[list[tuple[int, int, int]], int]:
     """For each segment's backward, at its fullest: the bytes of gradients that wait on leaves and that have
     landed, and of activations beyond the saved ones. Then what has landed in the end."""
-    traced = all(segment.levels for segment in chain)
-    guessed = [] if traced else _weights_by_segment(setup, chain)
+    # Of a traced step, backward may not come to a segment at all: the root's before the first unit, say.
+    traced = any(segment.levels for segment in chain)
+    guessed = [[] for _ in chain] if traced else _weights_by_segment(setup, chain)
     by_name = setup.trainable
     state, result = _Arrivals(setup, unsynced), [(0, 0, 0)] * len(chain)
     for index in reversed(range(len(chain))):
@@ -195,6 +213,8 @@ def _arrivals(
             points = [(state.now, state.landed, segment.backward)]
             for weight in sorted(guessed[index], key=lambda w: -w.number):
                 points.append((*state.add(weight), segment.backward))
+        if index == 0:
+            points += [(*leaving, points[-1][-1]) for leaving in state.end()]
         result[index] = max(points, key=sum)
     return result, state.landed
 

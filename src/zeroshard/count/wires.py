@@ -22,7 +22,7 @@ def gradients_of(buckets: Sequence[Bucket], stage: int, travel: bool, rank: int,
     home's, and lasts until `zero_grad`. One step behind, each bucket has its own wire and lands twice."""
     if not travel:
         alone = [b for b in buckets if b.part is None]
-        once = sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights)
+        once = sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights if w.used)
         return Buffers(gradients=2 * once if behind else once)
     groups: dict[Sort, list[Bucket]] = {}
     for bucket in buckets:

@@ -248,11 +248,6 @@ class Host:
         """Whether any update may begin in backward."""
         return any(plot.form is not None and plot.overlapped for plot in self.plots)
 
-    @property
-    def landed(self) -> set[str]:
-        """Parameters whose gradients land here."""
-        return {name for plot in self.plots for name in plot.names}
-
     def sinks(
         self, params: dict[str, Param], grad_dtypes: dict[str, torch.dtype], faces: Faces, counted: bool
     ) -> dict[str, Sink]:

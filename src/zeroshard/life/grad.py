@@ -279,6 +279,7 @@ class LocalGradients:
     def __init__(
         self, params: Sequence[Param], dtypes: Sequence[torch.dtype], buckets: Sequence[LocalBucket] = ()
     ) -> None:
+        self.most = 0  # bytes of gradients when a backward ended, at its most
         self._dtypes = dict(zip(params, dtypes, strict=True))
         self._local_buckets = list(buckets)
         self._bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
@@ -310,6 +311,15 @@ class LocalGradients:
         for bucket in self._local_buckets:
             bucket.send()
             bucket.waiting = len(bucket.params)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        self.most = max(self.most, self.live())
+
+    def live(self) -> int:
+        """Bytes of the gradients that homes show, but for those that go to a sink."""
+        grads = [param.home.grad for param in self._dtypes if param not in self._bucket_of]
+        return sum(grad.nbytes for grad in grads if grad is not None)
 
     def abandon(self, accumulated: bool) -> None:
         """A backward died half way: forget which gradients have arrived, and what waits for the rest of its

@@ -37,9 +37,7 @@ class _Lists:
     held: dict[str, list[Tensor]]
     counts: Tensor
 
-    def stand(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: dict[Any, Any]
-    ) -> bool:
+    def stand(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: dict[Any, Any]) -> bool:
         """Whether these still are what the optimizer would work on."""
         same = len(params) == len(self.params) and all(map(is_, params, self.params))
         if not same or not all(map(is_, grads, self.grads)):

@@ -3,31 +3,29 @@ the meta device; nothing is allocated, no process group is needed."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.config import OptionKeys, Options, Precision
-from zeroshard.count.memory import Setup
+from zeroshard.count.lending import Visit
 from zeroshard.count.shapes import Block
-from zeroshard.count.timeline import Segment
 from zeroshard.errors import OptionError, PlanError, did_you_mean
 from zeroshard.fields import path_text
-from zeroshard.life.units import matching
 from zeroshard.machine import Machine
 from zeroshard.machine import machine as find_machine
 from zeroshard.sizes import parse_bytes
 
-from .blueprint import blocks_of, rules_of, shape_text, texts_of, weights_of
+from .batch import rows_of, tokens, with_rows
+from .blueprint import blocks_of, rules_of, shape_text, texts_of, weights_of, with_unused
 from .choice import choose
 from .frames import Frame, frames_of
 from .plan import Plan, options_of
-from .question import Question, placing_of
+from .question import Half, Question, placing_of
+from .traces import Traces
 from .unfit import (
     refuse_model,
     refuse_optimizers,
@@ -40,7 +38,6 @@ from .unfit import (
 )
 
 if TYPE_CHECKING:
-    from .fakes import Fakes
     from .trace import Inputs, Loss
 
 
@@ -209,7 +206,8 @@ def inquiry_for(
     units = blocks_of(model, optimizers, options.units)
     rules = rules_of(optimizers, site.machine.gpu)
     batch = wanted.get("batch")
-    inputs = None if batch is None else Inputs.of(tokens(batch) if isinstance(batch, str) else batch)
+    batch = tokens(batch) if isinstance(batch, str) else batch
+    inputs = None if batch is None else Inputs.of(batch)
     if inputs is not None:
         _check_step(units, inputs)
     per_node = min(site.ranks, wanted.get("ranks_per_node") or site.machine.node)
@@ -238,18 +236,15 @@ def inquiry_for(
         staged=site.staged,
         shared=site.one_memory and "memory_limit_per_node" in wanted,
         by_node="memory_limit_per_node" in wanted,
-        halves=inputs is not None and any(t.dim() and t.shape[0] > 1 for t in inputs.tensors[:1]),
         narrows=takes(model, Precision()),
         **_choices(options, given, wanted.get("precisions")),
     )
     for precision in question.precisions or ():
         refuse_precision(model, precision)
     if inputs is not None:
-        question = replace(question, trace=Traces(question, model, inputs, wanted.get("loss")))
-        if True in question.recomputes and "recompute" not in given:
-            plain = question.segments(question.way(question.stages[0]))
-            if any(segment.spoils for segment in plain):
-                question = replace(question, recomputes=(False,), recomputable=False)
+        traces = Traces(question, model, inputs, wanted.get("loss"))
+        question = replace(question, trace=traces, half=_half(traces, batch, resting))
+        question = _learnt(question, "recompute" not in given)
     if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
         raise OptionError("disk_limit= needs disk_path=, a folder on that disk.")
     return Inquiry(
@@ -258,6 +253,33 @@ def inquiry_for(
         texts_of(model, optimizers, rules),
         tuple(shape_text(t) for t in inputs.tensors) if inputs is not None else (),
     )
+
+
+def _half(traces: Traces, batch: Any, resting: int) -> Half | None:
+    """The same step with half as many rows, as far as there are two."""
+    from .trace import Inputs
+
+    rows = rows_of(batch)
+    if rows < 2:
+        return None
+    inputs = Inputs.of(with_rows(batch, rows // 2))
+    return Half(traces.of(inputs), resting + inputs.nbytes)
+
+
+def _learnt(question: Question, may_recompute: bool) -> Question:
+    """The question with what one trace tells: which weights get no gradient, in which order units compute if
+    not in that of registration, and, where that `may` be chosen, whether units can be recomputed."""
+    asked = next(question.by_precision())
+    segments = asked.segments(asked.way(asked.stages[0], recompute=asked.recomputes[0]))
+    used = {name for segment in segments for name in segment.order}
+    trainable = {w.name for unit in question.units for w in unit.weights if w.trainable}
+    visits = tuple(Visit(s.unit, s.entered, s.needs) for s in segments if s.entered or s.needs)
+    if [visit.unit for visit in visits if visit.entered] == list(question.names):
+        visits = ()
+    made = replace(question, units=with_unused(question.units, trainable - used), visits=visits)
+    if may_recompute and True in made.recomputes and any(segment.spoils for segment in segments):
+        return replace(made, recomputes=(False,), recomputable=False)
+    return made
 
 
 def _check_step(units: Sequence[Block], inputs: Inputs) -> None:
@@ -360,74 +382,3 @@ def _options(given: dict[str, Any]) -> Options:
                 f"plan() has no option {name!r}.{did_you_mean(name, [*known, 'ranks', *ASKED])}"
             )
     return Options(**given)
-
-
-def tokens(text: str) -> Tensor:
-    """``"8x2048"``: eight sequences of 2048 token ids."""
-    if not re.fullmatch(r"\d+(x\d+)*", text):
-        raise OptionError(
-            f'batch={text!r} is not a shape of token ids. Write it as "8x2048", or pass example inputs.'
-        )
-    return torch.zeros([int(part) for part in text.split("x")], dtype=torch.int64, device="meta")
-
-
-class Traces:
-    """The segments of a step under given options, each combination of precision and recomputed units traced
-    once."""
-
-    def __init__(self, question: Question, model: nn.Module, inputs: Inputs, loss: Loss | None) -> None:
-        self._question, self._model, self._inputs, self._loss = question, model, inputs, loss
-        self._known: dict[Any, tuple[Segment, ...]] = {}
-        self._fakes: list[Fakes] = []  # made with the first trace
-
-    def __call__(self, options: Options) -> tuple[Segment, ...]:
-        names = self._question.names
-        wanted = options.recompute
-        again = names if isinstance(wanted, bool) else matching(wanted, list(names), "recompute", "units")
-        chosen = frozenset(again) if wanted else frozenset()
-        key = options.precision, chosen
-        if key not in self._known:
-            asked = replace(self._question, options=options)
-            self._known[key] = traced(asked, self._model, self._inputs, self._loss, chosen, self._fakes)
-        return self._known[key]
-
-
-def traced(
-    question: Question,
-    model: nn.Module,
-    inputs: Inputs,
-    loss: Loss | None,
-    recomputed: Collection[str],
-    fakes: list[Fakes],
-) -> tuple[Segment, ...]:
-    """The segments of one step of the model in the run's compute dtypes."""
-    from .fakes import Fakes
-    from .trace import Tracer
-
-    setup = Setup(question.units, question.options, question.world, question.rules)
-    compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in question.units for w in unit.weights}
-    chosen, names = set(recomputed), [u.name for u in question.units if u.name]
-    if not fakes:
-        fakes.append(Fakes())
-    try:
-        return tuple(
-            Tracer(
-                model,
-                names,
-                chosen.__contains__,
-                compute,
-                question.machine.gpu,
-                question.options.precision,
-                fakes[0],
-            ).run(inputs, loss)
-        )
-    except PlanError:
-        raise
-    except Exception as error:  # the user's code on fake tensors: say that it was that
-        shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
-        given = f"with inputs of shape {shapes}" if shapes else "without tensors among its inputs"
-        why = f"{type(error).__name__}: {error}".rstrip(".")
-        raise PlanError(
-            f"a step of {type(model).__name__} {given} cannot be traced: {why}. Check the batch; code that "
-            "looks at values cannot run on shapes alone: leave batch= out, and activations are not counted."
-        ) from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,14 @@ def blocks_of(
             ),
         )
         for unit in find_units(model, units)
+    )
+
+
+def with_unused(units: Sequence[Block], names: Container[str]) -> tuple[Block, ...]:
+    """The same units; the weights of these names get no gradient."""
+    return tuple(
+        replace(unit, weights=tuple(replace(w, used=w.name not in names) for w in unit.weights))
+        for unit in units
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from zeroshard.config import Precision
 from zeroshard.count.balance import imbalance
-from zeroshard.count.timeline import Segment
 from zeroshard.errors import PlanError
 from zeroshard.sizes import show_apart, show_bytes, show_seconds
 
@@ -44,6 +43,8 @@ def choose(question: Question) -> Plan:
         reasons=tuple(reasons(question, chosen, candidates, uneven)),
         imbalance=uneven,
         shared=question.shared,
+        unused=question.unused,
+        visits=question.visits,
     )
 
 
@@ -72,6 +73,10 @@ def reasons(
         yield f"Lean: buckets of {small}, units gathered {chosen.settings['prefetch']} ahead."
     if question.trace is None:
         yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
+    if question.unused:
+        names, more = question.unused, len(question.unused) - 1
+        which = f"`{names[0]}`" + (f" and {more:,} more parameters get" if more else " gets")
+        yield f"{which} no gradient in the traced step: no state is planned for what it does not use."
     if chosen.placing != "device" and question.options.clip_norm is None:
         yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."
     if chosen.settings["split"] == "level" and question.options.split != "level":
@@ -143,7 +148,7 @@ def _advice(question: Question, least: Candidate, candidates: Sequence[Candidate
     if len(question.stages) < 4 and 3 not in question.stages and fitting(replace(question, stages=(3,))):
         ways.append("allow stage=3")
     heavy = least.kinds["activations"] > question.limit // 10
-    if heavy and question.halves and fitting(halved(question)):
+    if heavy and halving_fits(question):
         ways.append("halve the micro-batch")
     if _narrows(question):
         ways.append('allow precision="bf16"')
@@ -217,15 +222,11 @@ def fitting(question: Question) -> bool:
     return leanest or any(one.fits for way in filling for one in family(*way))
 
 
-def halved(question: Question) -> Question:
-    """The same with half the batch, as far as activations go with it."""
-    trace = question.trace
-    if trace is None:
-        return question
-    return replace(question, trace=lambda options: tuple(map(_half, trace(options))))
-
-
-def _half(segment: Segment) -> Segment:
-    counts = ("saved", "forward", "backward", "flops", "back", "moved", "moved_back")
-    halves = {name: getattr(segment, name) // 2 for name in counts}
-    return replace(segment, **halves, levels=tuple(level // 2 for level in segment.levels))
+def halving_fits(question: Question) -> bool:
+    """Whether half of the batch would fit. Not every model takes it."""
+    if question.half is None:
+        return False
+    try:
+        return fitting(replace(question, trace=question.half.trace, inputs=question.half.inputs))
+    except PlanError:
+        return False

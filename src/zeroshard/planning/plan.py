@@ -18,6 +18,7 @@ from rich.table import Table
 
 from zeroshard.codec import from_settings
 from zeroshard.config import Numerics, Options, Stage
+from zeroshard.count.lending import Visit
 from zeroshard.count.placement import Place, Placement
 from zeroshard.errors import OptionError, PlanError
 from zeroshard.fields import path_text
@@ -108,6 +109,8 @@ class Plan:
 
     - `weights`: every parameter's shape and dtype; `optimizer`: the rule of every parameter group;
       `batch`: shapes of the example inputs. What a run must have in common with the plan.
+    - `unused`: trainable parameters that the traced step gave no gradient; no state is planned for them.
+    - `visits`: how the traced step goes through the units, where it is not one after the other.
     - `shared`: the limit is for device and host tier together, which are one memory on the CPU.
     """
 
@@ -127,6 +130,8 @@ class Plan:
     weights: dict[str, str] = field(default_factory=dict)
     optimizer: tuple[str, ...] = ()
     batch: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    visits: tuple[Visit, ...] = ()
     format: int = field(default=FORMAT, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,8 +156,11 @@ class Plan:
                 )
             data["chosen"] = Candidate(**data["chosen"])
             data["candidates"] = tuple(Candidate(**candidate) for candidate in data["candidates"])
-            for name in ("reasons", "optimizer", "batch"):
-                data[name] = tuple(data[name])
+            data["visits"] = tuple(
+                Visit(one["unit"], one["entered"], tuple(one["needs"])) for one in data.get("visits", ())
+            )
+            for name in ("reasons", "optimizer", "batch", "unused"):
+                data[name] = tuple(data.get(name, ()))
             return cls(**data)
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, PlanError):

@@ -29,7 +29,7 @@ from zeroshard.stats import Stats
 from zeroshard.tier.pool import Ledger
 
 from .answer import PlanKeys, Site, check_asked, check_nodes, inquiry_for, machine_of, take_asked
-from .blueprint import blocks_of, rules_of, texts_of, weights_of
+from .blueprint import blocks_of, rules_of, texts_of, weights_of, with_unused
 from .measure import here, link_between
 from .plan import Plan
 
@@ -140,9 +140,12 @@ def _lasting(
     if transport.size == 1:
         return plan.chosen.lasting
     options = Options(**plan.options())
-    units, rules = blocks_of(model, optimizers, options.units), rules_of(optimizers)
+    units = with_unused(blocks_of(model, optimizers, options.units), set(plan.unused))
+    rules = rules_of(optimizers)
     world, rank = transport.size, transport.rank
-    setup = Setup(units, options, world, rules, rank, transport.overlaps, transport.staged)
+    setup = Setup(
+        units, options, world, rules, rank, transport.overlaps, transport.staged, visits=plan.visits
+    )
     placement = plan.chosen.placement
     return asdict((setup if placement is None else setup.placed_as(placement)).held)
 
@@ -306,8 +309,15 @@ class Promise:
                     self._rank,
                     kind,
                     *show_apart(actual, planned),
-                    _CAUSES.get(kind, ""),
+                    self._cause(kind),
                 )
+
+    def _cause(self, kind: str) -> str:
+        if self.plan.unused and kind in ("gradients", "state", "host"):
+            return (
+                f" (`{self.plan.unused[0]}` or another had no gradient in the traced step, and has one now)"
+            )
+        return _CAUSES.get(kind, "")
 
     def _is_ours(self, kind: str, actual: int) -> bool:
         """Peaks that a GPU's allocator had before this run are not its."""

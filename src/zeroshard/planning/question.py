@@ -14,6 +14,7 @@ from functools import cached_property
 from zeroshard.config import Options, Precision, Stage
 from zeroshard.count.balance import heaviest, imbalance
 from zeroshard.count.division import NATIVE
+from zeroshard.count.lending import Visit
 from zeroshard.count.memory import Setup
 from zeroshard.count.shapes import WIDTHS, Block, Rule
 from zeroshard.count.timeline import Segment
@@ -26,6 +27,14 @@ from .plan import PLACINGS, Candidate, Placing
 LEVEL = 0.01  # a larger imbalance than this is dealt with
 
 Trace = Callable[[Options], tuple[Segment, ...]]
+
+
+@dataclass(frozen=True)
+class Half:
+    """A step with half of the batch: its trace, and the bytes of inputs and of the model's buffers."""
+
+    trace: Trace
+    inputs: int
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,10 @@ class Question:
     staged: bool = False
     shared: bool = False
     by_node: bool = False  # whether the limit was given as that of a node
-    halves: bool = True  # whether there is a batch that can be halved
+    half: Half | None = None  # of the batch, where it can be halved
     narrows: bool = True  # whether all of the model could compute in bf16
     recomputable: bool = True  # whether no unit writes what it is given
+    visits: tuple[Visit, ...] = ()  # of units in a step, where it does not go from one to the next
     setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
     # Of this very question: another limit, say, has its own.
     prices: dict[Options, Candidate] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -100,6 +110,12 @@ class Question:
         return tuple(unit.name for unit in self.units if unit.name)
 
     @cached_property
+    def unused(self) -> tuple[str, ...]:
+        """Trainable weights that get no gradient."""
+        weights = (w for unit in self.units for w in unit.weights)
+        return tuple(w.name for w in weights if w.trainable and not w.used)
+
+    @cached_property
     def largest(self) -> int:
         """Bytes of the largest tensor, below which no bucket can go."""
         return max((w.numel * WIDTHS[w.dtype] for unit in self.units for w in unit.weights), default=1)
@@ -118,7 +134,13 @@ class Question:
             kin = self.setups.get((alike, self.world))
             if kin is None:
                 made = Setup(
-                    self.units, alike, self.world, self.rules, overlaps=self.overlaps, staged=self.staged
+                    self.units,
+                    alike,
+                    self.world,
+                    self.rules,
+                    overlaps=self.overlaps,
+                    staged=self.staged,
+                    visits=self.visits,
                 )
                 kin = self.setups[alike, self.world] = heaviest(made)
             known = self.setups[base, self.world] = kin.bundled_as(base)

@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from .fakes import Fakes, unread_masks
 from .fused import as_on_gpu
 from .likeness import mode, natures, sight
 from .meter import Meter
+from .stretch import Situation, Stand, Stretch, Twin, reached
 from .widening import Widening
 
 Loss = Callable[[Any], Tensor]
@@ -67,53 +68,6 @@ class Inputs:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-@dataclass(eq=False)
-class _Stretch:
-    """A segment that is being recorded. `like`: the earlier one whose figures it repeats."""
-
-    unit: str
-    saved: int = 0
-    forward: int = 0
-    flops: int = 0
-    back: int = 0
-    moved: int = 0
-    moved_back: int = 0
-    kernels: int = 0
-    kernels_back: int = 0
-    spoils: bool = False
-    # Weights whose gradients arrived in its backward, and the most that lived before the first, after it, …
-    order: list[str] = field(default_factory=list)
-    levels: list[int] = field(default_factory=list)
-    like: _Stretch | None = None
-    outputs: Any = None  # of a repeated one: how its outputs look, and their tree
-    standing: int = 0  # bytes that a repeated one really has: its outputs, where the first one saved them
-    held: list[Tensor] = field(default_factory=list)  # those, as long as backward would keep them
-
-    @property
-    def real(self) -> int:
-        """Bytes that its tensors in this trace really keep for backward."""
-        return self.saved if self.like is None else self.standing
-
-    def done(self) -> Segment:
-        source = self.like or self
-        order = tuple(f"{self.unit}{name.removeprefix(source.unit)}" for name in source.order)
-        return Segment(
-            unit=self.unit,
-            saved=source.saved,
-            forward=source.forward,
-            backward=max(source.levels, default=0),
-            flops=source.flops,
-            back=source.back,
-            moved=source.moved,
-            moved_back=source.moved_back,
-            kernels=source.kernels,
-            kernels_back=source.kernels_back,
-            order=order,
-            levels=tuple(source.levels),
-            spoils=source.spoils,
-        )
-
-
 class Tracer:
     """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
     dtype of each weight, as `precision` makes it; `gpu`: with the kernels of a GPU; `fakes`: of an earlier
@@ -129,23 +83,41 @@ class Tracer:
         precision: Precision | None = None,
         fakes: Fakes | None = None,
     ) -> None:
+        self._fakes = fakes if fakes is not None else Fakes()
+        self._given = (model, names, recompute, compute, gpu, precision, self._fakes)
         self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
         self._inputs = getattr(torch, precision.compute) if precision is not None else None
-        self._widening, self._fakes = Widening(precision), fakes if fakes is not None else Fakes()
+        self._widening = Widening(precision)
         self._kernels = as_on_gpu if gpu else nullcontext
         self._modules = {name: module for name, module in model.named_modules() if name in self.names}
         self._natures = natures(self._modules)
-        self._stretches: list[_Stretch] = []
-        self._backward: _Stretch | None = None
+        self._outer = {one for one in names if any(other.startswith(f"{one}.") for other in names)}
+        self._stretches: list[Stretch] = []
+        self._backward: Stretch | None = None
         self._waiting: dict[str, dict[str, Tensor]] = {}  # by unit: leaves that have no gradient yet
+        self._leaves: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}  # of leaves, by id
+        self._owner: dict[int, str] = {}  # the unit of a weight, by its memory
+        self._inside: list[str] = []  # units that forward is in
+        self._entries: list[Stretch] = []  # those in which forward entered a unit
+        self._situations: list[Situation] = []  # of those, in an earlier trace
         self._arrived: list[Tensor] = []  # leaves that hold a gradient
         self._grad_bytes = 0  # of those
         self._saved: dict[int, Any] = {}
-        self._twins: dict[Any, tuple[_Stretch, Any]] = {}
+        self._twins: dict[Any, Twin] = {}
         self._meter = Meter(self._rose, self._worked, gpu)
 
     def run(self, inputs: Inputs, loss: Loss | None) -> list[Segment]:
         """Forward, loss and backward; the segments in the order of forward."""
+        self._trace(inputs, loss)
+        if any(stretch.is_elsewhere for stretch in self._entries):
+            again = type(self)(*self._given)
+            again._situations = [stretch.situation for stretch in self._entries]
+            again._trace(inputs, loss)
+            return again._segments()
+        return self._segments()
+
+    def _trace(self, inputs: Inputs, loss: Loss | None) -> None:
         with _quiet(), unread_masks(), self._fakes.mode, torch.random.fork_rng(devices=[]):
             weights = self._weights()
             args, kwargs = self._fake(inputs)
@@ -153,8 +125,15 @@ class Tracer:
             with self._watched(), self._meter, hooks, self._kernels():
                 step = _Step(self.model, partial(self._step, inputs, loss))
                 functional_call(step, weights, args, kwargs, tie_weights=False)
+
+    def _segments(self) -> list[Segment]:
+        sizes = {name: leaf.nbytes for name, leaf in self._leaves.items()}
+        begun = set[str]()
+        for stretch in reversed(self._stretches):
+            stretch.begun = begun.intersection(stretch.reaches)
+            begun.update(stretch.reaches)
         ends = (self._stretches[0], self._stretches[-1])
-        return [s.done() for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
+        return [s.done(sizes) for s in self._stretches if s.unit or s.saved or s.flops or s in ends]
 
     def _step(self, inputs: Inputs, loss: Loss | None, *args: Any, **kwargs: Any) -> None:
         self._begin("")
@@ -164,19 +143,25 @@ class Tracer:
         self._backward = self._stretches[-1]
         self._backward.levels.append(self._level())
         result.backward()
-        self._look()
+        self._look(everywhere=True)
 
     # ------------------------------------------------------------------ fakes
 
     def _weights(self) -> dict[str, Tensor]:
         """Parameters in compute dtype and buffers as they are, once for every place where they stand (see
         [Note: once a place]). They are not counted: the memory model has them."""
-        made = self._fakes.of(self.model, self.compute)
+        made, places = self._fakes.of(self.model, self.compute), standing(self.model)
+        units: dict[str, set[str]] = {}
+        for name, first in places.items():
+            units.setdefault(first, set()).add(unit_of(name, self.names))
         for name, _ in self.model.named_parameters():
-            self._waiting.setdefault(unit_of(name, self.names), {})[name] = made[name]
+            unit = units[name].pop() if len(units[name]) == 1 else ""  # the root's, of several
+            self._waiting.setdefault(unit, {})[name] = made[name]
+            self._leaves[name], self._names[id(made[name])] = made[name], name
+            self._owner[made[name].untyped_storage()._cdata] = unit
         for fake in made.values():
             self._leave_out(fake)
-        return {f"model.{name}": made[first] for name, first in standing(self.model).items()}
+        return {f"model.{name}": made[first] for name, first in places.items()}
 
     def _fake(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def one(value: Any) -> Any:
@@ -226,21 +211,46 @@ class Tracer:
             self.recompute(name),
             tuple((sight(x), self._is_saved(x)) for x in leaves),
             tuple(sight(p) for p in module.parameters()),
+            self._situations[len(self._entries)] if len(self._entries) < len(self._situations) else None,
         )
         outer = self._stretches[-1].unit
-        self._begin(name)
-        if key in self._twins:
-            output = self._repeat(key, leaves)
+        self._inside.append(name)
+        self._begin(name, len(self._inside))
+        self._entries.append(self._stretches[-1])
+        if key in self._twins and name not in self._outer:
+            self._stretches[-1].like = self._twins[key]
+            output = self._stand(self._stretches[-1], leaves)
         else:
-            given = [(x, x._version) for x in leaves if isinstance(x, Tensor)]
+            before = self._states(leaves)
             output = self._compute(name, plain, args, kwargs)
-            self._stretches[-1].spoils = any(tensor._version != version for tensor, version in given)
-            flat, out_tree = tree_flatten(output)
-            self._hook(flat)
-            sights = [(*sight(x), self._is_saved(x)) for x in flat]
-            self._twins[key] = (self._stretches[-1], (sights, out_tree))
+            self._twins[key] = self._first(module, leaves, before, output)
+        self._inside.pop()
         self._begin(outer)
         return output
+
+    def _states(self, leaves: list[Any]) -> list[tuple[int, bool]]:
+        """How often inputs were written, and whether they are saved."""
+        return [(x._version, self._is_saved(x)) if isinstance(x, Tensor) else (0, True) for x in leaves]
+
+    def _first(
+        self, module: nn.Module, leaves: list[Any], before: list[tuple[int, bool]], output: Any
+    ) -> Twin:
+        """What units that are like this one, which has computed, will repeat. `before`: the `_states` of its
+        inputs when it began."""
+        stretch, (flat, tree) = self._stretches[-1], tree_flatten(output)
+        pairs = list(zip(before, self._states(leaves), strict=True))
+        stretch.spoils = any(one[0] != two[0] for one, two in pairs)
+        self._hook(flat)
+        weights, found = list(module.parameters()), reached(flat, leaves)
+        stretch.reaches = [self._names[id(w)] for w in weights if id(w) in found]
+        return Twin(
+            stretch,
+            outputs=[(*sight(x), self._is_saved(x)) for x in flat],
+            tree=tree,
+            saves=[n for n, (one, two) in enumerate(pairs) if two[1] and not one[1]],
+            weights=[self._names[id(w)] for w in weights],
+            reaches=[n for n, w in enumerate(weights) if id(w) in found],
+        )
 
     def _compute(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.recompute(name):
@@ -267,32 +277,34 @@ class Tracer:
             return self._compute(name, plain, args, kwargs)
         return self._stand(stretch, tree_flatten((args, kwargs))[0])
 
-    def _repeat(self, key: Any, leaves: list[Any]) -> Any:
-        """Outputs as the first such unit had, without computing them; what it saved and computed counts
-        again."""
-        stretch = self._stretches[-1]
-        stretch.like, stretch.outputs = self._twins[key]
-        return self._stand(stretch, leaves)
-
-    def _stand(self, stretch: _Stretch, leaves: list[Any]) -> Any:
-        outputs, tree = stretch.outputs
+    def _stand(self, stretch: Stretch, leaves: list[Any]) -> Any:
+        """Outputs as the first such unit had, without computing them; see [Note: stand-ins]."""
+        twin, weights = stretch.like, list(self._modules[stretch.unit].parameters())
+        assert twin is not None
+        stretch.weights = [self._names[id(weight)] for weight in weights]
+        stretch.reaches = [stretch.weights[number] for number in twin.reaches]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        wanted = [o for o in outputs if o[0] == "tensor"]
-        standing = _Stand.apply(wanted, partial(self._arrive, stretch), *tensors)  # type: ignore[no-untyped-call]
-        for tensor, output in zip(standing, wanted, strict=True):
-            if output[-1] and self._backward is None:
-                # The first one saved it, and what comes next shall not count it again. It is held like that:
-                # a stand-in that comes next does not save it, and it would be gone while it counts as there.
+        if torch.is_grad_enabled():
+            tensors += [weights[number] for number in twin.reaches]
+        wanted = [o for o in twin.outputs if o[0] == "tensor"]
+        standing = Stand.apply(wanted, partial(self._arrive, stretch), *tensors)  # type: ignore[no-untyped-call]
+        kept = [leaves[number] for number in twin.saves]
+        # What the first one saved, what comes next shall not count again. It is held like that: a stand-in
+        # that comes next does not save it, and it would be gone while it counts as there.
+        kept += [tensor for tensor, output in zip(standing, wanted, strict=True) if output[-1]]
+        for tensor in kept if self._backward is None else ():
+            if not self._is_saved(tensor):
                 stretch.standing += self._save(tensor)
                 stretch.held.append(tensor.detach())
         made = iter(standing)
-        return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in outputs], tree)
+        return tree_unflatten([next(made) if o[0] == "tensor" else o[1] for o in twin.outputs], twin.tree)
 
     # ------------------------------------------------------------------ what is counted
 
-    def _begin(self, unit: str) -> None:
-        self._stretches.append(_Stretch(unit))
+    def _begin(self, unit: str, entered: int = 0) -> None:
+        self._stretches.append(Stretch(unit, entered))
         self._rose(self._meter.now)
+        self._stretches[-1].start = self._meter.now - self._below(self._stretches[-1])
 
     def _rose(self, now: int) -> None:
         if self._backward is None:
@@ -302,11 +314,12 @@ class Tracer:
         self._look()
         self._backward.levels[-1] = max(self._backward.levels[-1], self._level())
 
-    def _look(self) -> None:
-        """Gradients that have arrived since the last look. Those on leaves are the memory model's account."""
+    def _look(self, everywhere: bool = False) -> None:
+        """Gradients that have arrived since the last look. Those on leaves are the memory model's account.
+        `everywhere`: also those of weights that were used outside of their unit."""
         stretch = self._backward
         assert stretch is not None
-        for unit in dict.fromkeys((stretch.unit, "")):
+        for unit in dict.fromkeys((stretch.unit, "", *(self._waiting if everywhere else ()))):
             waiting = self._waiting.get(unit, {})
             for name in [name for name, leaf in waiting.items() if leaf.grad is not None]:
                 leaf = waiting.pop(name)
@@ -320,7 +333,7 @@ class Tracer:
         assert self._backward is not None
         return self._meter.now - self._grad_bytes - self._below(self._backward)
 
-    def _below(self, stretch: _Stretch) -> int:
+    def _below(self, stretch: Stretch) -> int:
         """Bytes really saved up to and including a stretch; repeated ones saved nothing."""
         total = 0
         for other in self._stretches:
@@ -342,6 +355,9 @@ class Tracer:
 
     def _pack(self, tensor: Tensor) -> Any:
         stretch = self._backward or self._stretches[-1]
+        owner = self._owner.get(tensor.untyped_storage()._cdata)
+        if owner is not None and owner not in stretch.needs[-1:]:
+            stretch.needs.append(owner)
         if self._backward is None and not self._is_saved(tensor):
             stretch.saved += self._save(tensor)
         return stretch, tensor
@@ -364,7 +380,7 @@ class Tracer:
         result: Tensor = tensor
         return result
 
-    def _arrive(self, stretch: _Stretch) -> None:
+    def _arrive(self, stretch: Stretch) -> None:
         """Backward has come to a segment: the gradients of the one before are in their buckets by now."""
         at = self._backward
         assert at is not None
@@ -380,7 +396,9 @@ class Tracer:
             for passed in (*reversed(self._stretches[first + 1 : last]), stretch):
                 self._backward = passed
                 if not passed.levels:
-                    passed.levels.append(self._level())
+                    passed.base = self._level()
+                    passed.levels.append(passed.base)
+            at.after = self._level()
 
 
 @contextmanager
@@ -404,26 +422,6 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         self._step(*args, **kwargs)
-
-
-class _Stand(torch.autograd.Function):
-    """Stands for a unit that is like an earlier one."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: list[Any], arrive: Callable[[], None], *tensors: Tensor) -> Any:
-        ctx.arrive, ctx.shapes = arrive, [(t.shape, t.dtype, t.requires_grad) for t in tensors]
-        ctx.save_for_backward(torch.empty(0))  # so that a checkpoint around it keeps what it would keep
-        return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, *_ in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        _ = ctx.saved_tensors
-        ctx.arrive()
-        return (
-            None,
-            None,
-            *(torch.empty(shape, dtype=dtype) if needed else None for shape, dtype, needed in ctx.shapes),
-        )
 
 
 def default_loss(output: Any, inputs: Inputs) -> Tensor:

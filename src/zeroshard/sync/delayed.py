@@ -302,6 +302,11 @@ class DelayedLocalGradients(LocalGradients, Guarded):
         self._held, self._new = self._new, {}
         if not self._behind:
             self.land_all()
+        self._weigh()
+
+    def live(self) -> int:
+        """With those that are held back."""
+        return super().live() + sum(grad.nbytes for grad in self._held.values())
 
     def _show(self) -> None:
         for param, grad in self._held.items():
