@@ -22,7 +22,8 @@ from zeroshard import cli
 from zeroshard.cli._architecture import build
 from zeroshard.cli._spec import values_of
 from zeroshard.errors import OptionError
-from zeroshard.planning.answer import inquire, tokens
+from zeroshard.planning.answer import inquire
+from zeroshard.planning.batch import tokens
 from zeroshard.testing import assert_bytes
 
 DECODER = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
