@@ -53,8 +53,9 @@ def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
     anonymous half."""
     faces = update.faces
 
-    def show(value: Tensor, slot: Slot) -> Tensor:
-        return faces.show(value, slot) if tuple(value.shape) == slot.local_shape(faces.rank) else value
+    def show(value: Tensor, slot: Slot, key: str) -> Tensor:
+        rows = tuple(value.shape) == slot.local_shape(faces.rank)
+        return faces.show(value, slot, what=key) if rows else value
 
     return _map_state(update, state_dict, show)
 
@@ -63,7 +64,7 @@ def take_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Before `optimizer.load_state_dict()`: this rank's rows of what was given, whole or as DTensors."""
     rank = update.faces.rank
 
-    def take(value: Tensor, slot: Slot) -> Tensor:
+    def take(value: Tensor, slot: Slot, key: str) -> Tensor:
         if tuple(value.shape) != slot.shape:
             return value
         local = Faces.local(value)
@@ -92,7 +93,7 @@ def widen_state(update: Update, given: dict[str, Any]) -> None:
 
 
 def _map_state(
-    update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]
+    update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot, str], Tensor]
 ) -> dict[str, Any]:
     if update.faces.mesh is None:
         return state_dict
@@ -102,7 +103,9 @@ def _map_state(
         param = update.params.get(id(home))
         if param is not None and index in result["state"]:
             result["state"][index] = {
-                key: change(value, param.slot) if isinstance(value, Tensor) and value.dim() > 0 else value
+                key: change(value, param.slot, key)
+                if isinstance(value, Tensor) and value.dim() > 0
+                else value
                 for key, value in result["state"][index].items()
             }
     return result
