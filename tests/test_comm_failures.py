@@ -46,6 +46,32 @@ def test_different_agreements_are_refused_at_once(kind: str) -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("kind", ["shm", "gloo", "nodes"])
+def test_what_torch_is_asked_for_is_compared(kind: str) -> None:
+    """Over messages by neighbours: some rank has another on its left."""
+
+    def body(transport: Transport) -> None:
+        for turn, what in enumerate(("norm of `a`", "", "norm of `b`", "norm of `c`")):
+            transport.compare("" if turn == transport.rank else what, f"rank_{transport.rank}.py:7")
+        transport.compare("norm of `d`" if transport.rank < 3 else "sum of `d`", "train.py:8")
+
+    found = [error for error in threads(kind, 4, body, fails=True) if error is not None]
+    assert len(found) >= 2
+    for error in found:
+        assert isinstance(error, RankError)
+        assert "waits for all ranks to compute norm of `d` (called at train.py:8)" in str(error)
+        assert "rank 3 waits for all ranks to compute sum of `d` (called at train.py:8)" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_what_torch_is_asked_for_is_no_other_agreement(kind: str) -> None:
+    def body(transport: Transport) -> None:
+        transport.compare("", "train.py:8") if transport.rank else transport.barrier("a save")
+
+    text = one_text(threads(kind, 2, body, fails=True))
+    assert "rank 0 waits for barrier 'a save'; rank 1 waits for all ranks to compute with tensors" in text
+
+
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
 def test_small_sums_of_different_lengths_are_refused(kind: str) -> None:
     text = one_text(threads(kind, 2, lambda transport: transport.sum([1.0] * transport.rank), fails=True))

@@ -46,6 +46,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("timeline", "balance"),
     ),
     "life": (
+        ("reading",),
         ("guard", "face", "units"),
         ("private", "shard"),
         ("bucket", "published"),
@@ -114,7 +115,7 @@ NO_TORCH = {
     *(f"planning.{name}" for name in ("frozen", "plan", "pricing", "question", "planner", "choice")),
     "planning.frames",
 }
-DISTRIBUTED = {"comm", "life.face", "life.shard", "launch", "testing"}
+DISTRIBUTED = {"comm", "life.face", "life.reading", "life.shard", "launch", "testing"}
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 # A trace hooks fake tensors only, which end with it; a face passes on what it is asked for.

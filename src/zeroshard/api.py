@@ -109,7 +109,7 @@ def shard(
         _equalise(model, transport)
         mesh = mesh_over(group, device) if transport.size > 1 and chosen.stage > 0 else None
         placement = resting(model, optimizers, chosen, transport, promise)
-        faces = Faces(transport.rank, mesh)
+        faces = Faces(transport.rank, mesh, transport)
         builder = Builder(model, optimizers, chosen, transport, faces, device, placement)
         begun.callback(builder.give_up)
         if promise is not None:
@@ -412,6 +412,7 @@ class Run(Kept):
             give_back(update, successors, runtime.transport, runtime.collect)
         if runtime.host is not None:
             runtime.host.close()
+        runtime.faces.readings.close()
         runtime.transport.close()
         if self._promise is not None:
             self._promise.release()

@@ -34,7 +34,7 @@ from zeroshard.errors import OptionError, RankError
 
 from . import memfd
 from .rendezvous import Rendezvous
-from .watch import disagreement
+from .watch import alike, disagreement
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -306,7 +306,7 @@ class Control:
         return totals
 
     def _compare_labels(self, labels: list[str]) -> None:
-        if len(set(labels)) > 1:
+        if not alike(labels):
             raise RankError(disagreement(labels, self._names))
 
     def _write_text(self, at: int, room: int, text: str) -> None:

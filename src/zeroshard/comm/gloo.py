@@ -21,6 +21,7 @@ import torch
 from zeroshard.errors import RankError
 
 from . import bounce, failure
+from .letter import LETTER, head_of, opened, room_beside
 from .link import LETTERS, Job, Link, Messages
 from .passage import Passage
 from .sums import sum_pieces
@@ -38,16 +39,13 @@ from .transport import (
     parts_of,
     slices,
 )
-from .watch import Watch, disagreement
+from .watch import Watch, alike, asked_for, disagreement
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = ["GlooTransport"]
 
-# A letter has a head of this size: label and length, and the value itself where it fits.
-_HEAD = 1024
-_LABEL = 400
 _PASSAGES = 4  # of one key that are kept
 _PARTING = 10.0  # seconds that a rank stays for peers that have yet to take what it sent
 
@@ -296,19 +294,18 @@ class GlooTransport(Transport):
     def _letters(self, label: str, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order. All ranks must send under the same label at the same time."""
         with self.counters.waiting("agree"):
-            name = label.encode()[:_LABEL]
-            room = _HEAD - 16 - len(name)
-            head = struct.pack("qq", len(name), len(payload)) + name + payload[:room]
-            heads = self._swap(label, head.ljust(_HEAD, b"\0"), [_HEAD] * self.size)
+            head = head_of(label, payload)
+            heads = self._swap(label, head, [LETTER] * self.size)
             names, rests, starts = [], [], []
             for got in heads:
-                length, total = struct.unpack_from("qq", got)
-                names.append(got[16 : 16 + length].decode(errors="replace"))
-                starts.append(got[16 + length :][:total])
-                rests.append(total - len(starts[-1]))
-            if len(set(names)) > 1:
+                name, total, start = opened(got)
+                names.append(name)
+                starts.append(start)
+                rests.append(total - len(start))
+            if not alike(names):
                 raise RankError(disagreement(names, self._names))
-            ends = self._swap(label, payload[room:], rests) if any(rests) else [b""] * self.size
+            rest = payload[room_beside(label) :]
+            ends = self._swap(label, rest, rests) if any(rests) else [b""] * self.size
         return [start + end for start, end in zip(starts, ends, strict=True)]
 
     def _swap(self, label: str, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
@@ -324,6 +321,23 @@ class GlooTransport(Transport):
         self._link.wait(got)
         self._link.wait(sent)
         return [mine if rank == self.rank else bytes(came.get(rank, b"")) for rank in range(self.size)]
+
+    def compare(self, what: str, place: str) -> None:
+        """With the left neighbour alone: if all neighbours agree, all ranks do. The letter goes among others,
+        so that one of another kind is told from it at once."""
+        label, left = asked_for(what, place), (self.rank - 1) % self.size
+        mine, came = bytearray(head_of(label, b"")), bytearray(LETTER)
+        with self.counters.waiting("agree"):
+            coming = [(left, torch.frombuffer(came, dtype=torch.uint8))]
+            going = [((self.rank + 1) % self.size, torch.frombuffer(mine, dtype=torch.uint8))]
+            for job in self._link.start(label, LETTERS, coming, going):
+                self._link.wait(job)
+        both = sorted([(left, opened(bytes(came))[0]), (self.rank, label)])
+        if not alike([said for _, said in both]):
+            called = range(self.size) if self._names is None else self._names
+            text = disagreement([said for _, said in both], [called[rank] for rank, _ in both])
+            self.report(text)  # others may agree with their neighbours
+            raise RankError(text)
 
     def barrier(self, what: str) -> None:
         self._letters(f"barrier '{what}'", b"")

@@ -79,6 +79,9 @@ class LocalTransport(Transport):
     def barrier(self, what: str) -> None:
         return None
 
+    def compare(self, what: str, place: str) -> None:
+        return None
+
     def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
         return [float(value) for value in values]
 

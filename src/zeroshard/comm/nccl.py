@@ -272,6 +272,9 @@ class NcclTransport(Transport):
     def barrier(self, what: str) -> None:
         self._side.barrier(what)
 
+    def compare(self, what: str, place: str) -> None:
+        self._side.compare(what, place)
+
     def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
         return self._side.max(values, what)
 

@@ -23,7 +23,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from zeroshard.count.layout import aligned
-from zeroshard.errors import OptionError
+from zeroshard.errors import OptionError, RankError
 
 from . import failure
 from .gloo import GlooTransport
@@ -292,6 +292,14 @@ class NodesTransport(Transport):
     def barrier(self, what: str) -> None:
         self._inner.barrier(what)
         self._outer.barrier(what)
+
+    def compare(self, what: str, place: str) -> None:
+        try:
+            self._inner.compare(what, place)
+        except RankError as error:
+            self.report(str(error))  # the ranks of other nodes may agree among themselves
+            raise
+        self._outer.compare(what, place)
 
     def exchange(self, value: object) -> list[object]:
         return self._all(self._inner.exchange(value))

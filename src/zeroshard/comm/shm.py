@@ -30,7 +30,7 @@ from .control import EPOCH, MAX_LANES, Control, consumed, posted
 from .pull import Copies, Dealt, Gather, totals
 from .sums import sum_pieces
 from .transport import Add, Cuts, Fetch, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
-from .watch import LONG, look_after
+from .watch import LONG, asked_for, look_after
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -305,6 +305,10 @@ class ShmTransport(Transport):
     def barrier(self, what: str) -> None:
         with self.counters.waiting("barrier"):
             self.control.mail(f"barrier '{what}'", b"")
+
+    def compare(self, what: str, place: str) -> None:
+        with self.counters.waiting("agree"):
+            self.control.mail(asked_for(what, place), b"")
 
     def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
         return self._fold("max", values, what)

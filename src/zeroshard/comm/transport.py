@@ -261,6 +261,11 @@ class Transport(ABC):
         """Block until every rank is at the barrier of the same name."""
 
     @abstractmethod
+    def compare(self, what: str, place: str) -> None:
+        """Block until this rank knows that its peers ask torch for the same: `what`, which is empty for what
+        has no name. Messages about ranks that ask for something else, or are elsewhere, say `place`, too."""
+
+    @abstractmethod
     def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
         """The element-wise maximum over all ranks. Messages about ranks that are elsewhere say `what`."""
 

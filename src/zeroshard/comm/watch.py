@@ -13,29 +13,32 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["LONG", "PATIENCE", "Entry", "Watch", "disagreement", "look_after"]
+__all__ = ["LONG", "PATIENCE", "Entry", "Watch", "alike", "asked_for", "disagreement", "look_after"]
 
 LONG = 5.0
 PATIENCE = 8.0
 _LOOK = 1.0
+_ASKS, _NAMELESS, CALLED = "all ranks to compute ", "with tensors without a name", " (called at "
 
 
 @dataclass
 class Entry:
-    """What one rank waits for. `lane` is empty where only the label tells (an operation on a GPU)."""
+    """What one rank waits for. `lane` is empty where only the label tells (an operation on a GPU, a collective
+    of torch). `foreign`: the latter, and torch's counts."""
 
     count: int
     label: str
     lane: str
     turn: int
     started: dict[str, int]
+    foreign: dict[str, int] | None = None
 
 
 class Watch:
@@ -110,12 +113,26 @@ class Watch:
 
 def _stuck(entries: list[Entry]) -> bool:
     """Whether every rank needs what some peer has not started; by labels where nothing else is known."""
-    if len({entry.label for entry in entries}) == 1:
+    if alike(entry.label for entry in entries):
         return False
     return all(
         not entry.lane or any(peer.started.get(entry.lane, 0) < entry.turn for peer in entries)
         for entry in entries
     )
+
+
+def asked_for(what: str, place: str) -> str:
+    """What a rank waits for that is about to ask torch for something."""
+    return f"{_ASKS}{what or _NAMELESS}{CALLED}{place})"
+
+
+def alike(labels: Iterable[str]) -> bool:
+    """Whether ranks wait for the same. Where each of them was called does not count; what has no name is like
+    anything that torch is asked for."""
+    meant = {label.partition(CALLED)[0] for label in labels}
+    if _ASKS + _NAMELESS in meant and all(label.startswith(_ASKS) for label in meant):
+        meant.remove(_ASKS + _NAMELESS)
+    return len(meant) <= 1
 
 
 def disagreement(labels: list[str], names: Sequence[int] | None = None) -> str:

@@ -302,7 +302,7 @@ class Host:
         self.ledger.book("host", flat.nbytes)
         pairs = zip(members, plot.spans, strict=True)
         rows = [flat[at : at + n].view(p.local.shape) for p, (at, n) in pairs]
-        grads = [faces.show(row, p.slot) for row, p in zip(rows, members, strict=True)]
+        grads = [faces.show(row, p.slot, what="the gradient") for row, p in zip(rows, members, strict=True)]
         return HostGradients(members, grads, flat)
 
     @contextmanager

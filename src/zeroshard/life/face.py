@@ -7,21 +7,26 @@ used in a computation. Two things go wrong with that:
   without a word.
 - A rank without a row of a tensor has no largest value of it, and fails alone.
 
-And it tells what torch would keep to itself: that a loop has written a parameter, by whatever name.
+And it tells what torch would keep to itself: that a loop has written a parameter, by whatever name, and what
+a collective is for (`reading`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from zeroshard.errors import StateError
+from zeroshard.errors import RankError, StateError
+
+from .reading import Subject, joined, word_for
 
 __all__ = ["Face", "Writes", "face_of", "place_of"]
 
@@ -33,6 +38,9 @@ _EXTREMES = {
     _aten.min.default: math.inf,
     _aten.amin.default: math.inf,
 }
+# Never communicate of themselves. A stack of pending norms, as clipping makes it, is pending.
+_LOCAL = {_aten.detach.default, _aten.alias.default, _aten.stack.default}
+_SUMS = {_aten.sum.default, _aten.mean.default, _aten.count_nonzero.default}
 
 
 class Writes:
@@ -91,14 +99,15 @@ class Face(DTensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    __slots__ = ("plain", "writes")
+    __slots__ = ("about", "plain", "writes")
     plain: DTensor  # torch's own of the same rows
     writes: Writes | None  # of parameters, and of views of them
+    about: Subject | None
 
     @staticmethod
-    def of(seen: DTensor, writes: Writes | None = None) -> Face:
+    def of(seen: DTensor, writes: Writes | None = None, about: Subject | None = None) -> Face:
         made: Face = Face(seen._local_tensor, seen._spec, requires_grad=seen.requires_grad)  # type: ignore[no-untyped-call]
-        made.plain, made.writes = seen, writes
+        made.plain, made.writes, made.about = seen, writes, about
         return made
 
     @property
@@ -147,10 +156,30 @@ class Face(DTensor):
         if writes is not None:
             writes.settings += 1
 
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """Also what `full_tensor()` calls."""
+        before, after = self._spec.placements, tuple(placements or ())
+        if before != after and not all(placement.is_replicate() for placement in before):
+            whole = all(placement.is_replicate() for placement in after)
+            self._compare("full_tensor" if whole else "redistribute")
+        return super().redistribute(device_mesh, placements, **options)
+
+    def _compare(self, word: str) -> None:
+        """Before torch communicates."""
+        about = getattr(self, "about", None)
+        if about is not None:
+            about.readings.compare(about, word)
+
     def settled(self) -> DTensor:
         """Its values put together, where every rank has a part of each. Every rank calls it."""
-        if not any(placement.is_partial() for placement in self._spec.placements):
+        if not _pending(self):
             return self.plain
+        self._compare("item")
         return self.plain.redistribute(placements=[Replicate()] * len(self._spec.placements))
 
     def with_a_row(self, neutral: float) -> DTensor:
@@ -175,12 +204,16 @@ class Face(DTensor):
             for writes, _ in _homes(args):
                 writes.read()
         try:
-            made = func(*[_plain(value, neutral) for value in args], **given)
+            plain = [_plain(value, neutral) for value in args]
+            with nullcontext() if _stays_here(func, plain) else _heeded(_about(args), word_for(func)):
+                made = func(*plain, **given)
+        except RankError:
+            raise
         except RuntimeError as error:
             raise _explained(error) from error
         if func._schema.is_mutable and made is not None:
             return args[0]  # what it was called on
-        return _shown(made, args[0] if func.is_view and type(args[0]) is Face else None)
+        return _shown(made, func, args)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
@@ -198,9 +231,9 @@ for _known in (optimizer._foreach_supported_types, _foreach_utils._foreach_suppo
 _works: list[bool] = []  # whether this torch asks `Face` itself, once that is known
 
 
-def face_of(seen: DTensor, writes: Writes | None = None) -> DTensor:
+def face_of(seen: DTensor, writes: Writes | None = None, about: Subject | None = None) -> DTensor:
     """A face of it; itself where torch (2.11) computes with DTensors past the hooks of a subclass."""
-    made = Face.of(seen, writes)
+    made = Face.of(seen, writes, about)
     if not _works:
         _works.append(type(made.detach()) is Face)
     return made if _works[0] else seen
@@ -251,16 +284,74 @@ def _plain(given: Any, neutral: float | None) -> Any:
     return [_plain(item, neutral) for item in given] if type(given) is list else given
 
 
-def _shown(made: Any, viewed: Face | None = None) -> Any:
-    if type(made) in (list, tuple):
-        return type(made)(_shown(item, viewed) for item in made)
+def _about(args: Any) -> Subject | None:
+    """What a function is called on: its first argument that tells, or all of a list."""
+    for given in args:
+        if type(given) is Face and given.about is not None:
+            return given.about
+        if type(given) in (list, tuple):
+            items = [item for item in given if isinstance(item, DTensor)]
+            found = joined([getattr(item, "about", None) for item in items])
+            if found is not None:
+                return found
+    return None
+
+
+def _heeded(about: Subject | None, word: str) -> AbstractContextManager[object]:
+    return nullcontext() if about is None else about.readings.heeded(about, word)
+
+
+def _stays_here(func: Any, args: Any) -> bool:
+    """Whether torch surely computes rank by rank: all rows alike, and nothing pending. Of lists the first
+    element is looked at."""
+    if func in _LOCAL or func is _aten.equal.default:
+        return func in _LOCAL
+    firsts = [given[0] if type(given) is list and given else given for given in args]
+    faces = [given for given in firsts if isinstance(given, DTensor)]
+    if any(map(_pending, faces)):
+        return False
+    if func in _NORMS or func in _EXTREMES or func in _SUMS:
+        return True
+    alike = len({face.shape for face in faces if _sharded(face)}) <= 1
+    return alike and (torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_"))
+
+
+def _pending(seen: DTensor) -> bool:
+    """Whether ranks hold parts of its values. Called thousands of times where a model is clipped."""
+    for placement in seen._spec.placements:
+        if placement.is_partial():
+            return True
+    return False
+
+
+def _shown(made: Any, func: Any, args: Any) -> Any:
+    """What torch made as faces. Lists are made of lists: each of its own."""
+    viewed = args[0] if func.is_view and type(args[0]) is Face else None
+    word = word_for(func)
+    if type(made) is DTensor:
+        return _shown_one(made, viewed, _about(args), word)
+    if type(made) not in (list, tuple):
+        return made
+    if args and type(args[0]) is list and len(args[0]) == len(made):
+        abouts = [getattr(item, "about", None) for item in args[0]]
+    else:
+        abouts = [_about(args)] * len(made)
+    if viewed is None and made and type(made[0]) is DTensor and _pending(made[0]):
+        abouts = [about and about.by(word) for about in abouts]
+    pairs = zip(made, abouts, strict=True)
+    return type(made)([_shown_one(item, viewed, about, "") for item, about in pairs])
+
+
+def _shown_one(made: Any, viewed: Face | None, about: Subject | None, word: str) -> Any:
     if type(made) is not DTensor:
         return made
+    if word and about is not None and _pending(made):
+        about = about.by(word)
     if viewed is None:
-        return Face.of(made)
+        return Face.of(made, None, about)
     # Torch has put the rows of all ranks together for a view that reaches over them, and made a copy.
     apart = _sharded(viewed) and not _sharded(made)
-    return Face.of(made, _COPY if apart else viewed.writes)
+    return Face.of(made, _COPY if apart else viewed.writes, about)
 
 
 def _sharded(seen: DTensor) -> bool:

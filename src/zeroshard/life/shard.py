@@ -28,6 +28,7 @@ from zeroshard.errors import StateError
 from zeroshard.native import join, split
 
 from .face import Writes, face_of
+from .reading import Compares, Readings, Subject
 from .units import Place, Tenant
 
 
@@ -39,13 +40,16 @@ class Faces:
     would silently clip by a local norm, and hang where one rank alone sees an inf.
     """
 
-    def __init__(self, rank: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, rank: int, mesh: DeviceMesh | None, transport: Compares | None = None) -> None:
         self.rank, self.mesh = rank, mesh
         self.writes = Writes()  # by the loop, into homes
+        self.readings = Readings(transport)
 
-    def show(self, local: Tensor, slot: Slot, writes: Writes | None = None) -> Tensor:
+    def show(self, local: Tensor, slot: Slot, writes: Writes | None = None, what: str = "") -> Tensor:
+        """`what` of the parameter it is, if not itself."""
         if self.mesh is None:
             return local
+        about = Subject(self.readings, (f"{what} of `{slot.name}`" if what else f"`{slot.name}`",))
         placement: Placement = Replicate() if slot.split == "copy" else Shard(0)
         shape, stride = torch.Size(slot.shape), torch.empty(slot.shape, device="meta").stride()
         own = _apart(local)
@@ -53,9 +57,9 @@ class Faces:
             own.device.type != self.mesh.device_type
         ):  # rows on the host: from_local would copy them to the GPU
             spec = DTensorSpec(self.mesh, (placement,), tensor_meta=TensorMeta(shape, stride, own.dtype))
-            return face_of(DTensor(own, spec, requires_grad=False), writes)
+            return face_of(DTensor(own, spec, requires_grad=False), writes, about)
         made = DTensor.from_local(own, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
-        return face_of(made, writes)
+        return face_of(made, writes, about)
 
     @staticmethod
     def local(seen: Tensor) -> Tensor:

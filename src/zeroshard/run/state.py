@@ -55,8 +55,9 @@ def show_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
     if faces.mesh is None:
         return state_dict
 
-    def show(value: Tensor, slot: Slot) -> Tensor:
-        return faces.show(value, slot) if tuple(value.shape) == slot.local_shape(faces.rank) else value
+    def show(value: Tensor, slot: Slot, key: str) -> Tensor:
+        rows = tuple(value.shape) == slot.local_shape(faces.rank)
+        return faces.show(value, slot, what=key) if rows else value
 
     return _map_state(update, state_dict, show)
 
@@ -66,7 +67,7 @@ def take_state(update: Update, state_dict: dict[str, Any]) -> dict[str, Any]:
     is known to fit (`loading`)."""
     rank, apart = update.faces.rank, update.faces.mesh is not None
 
-    def take(value: Tensor, slot: Slot) -> Tensor:
+    def take(value: Tensor, slot: Slot, key: str) -> Tensor:
         if tuple(value.shape) != slot.shape:
             return value
         local = Faces.local(value)
@@ -95,7 +96,7 @@ def widen_state(update: Update, given: dict[str, Any]) -> None:
 
 
 def _map_state(
-    update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot], Tensor]
+    update: Update, state_dict: dict[str, Any], change: Callable[[Tensor, Slot, str], Tensor]
 ) -> dict[str, Any]:
     order = [p for group in update.optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -104,7 +105,7 @@ def _map_state(
         param, entries = update.params.get(id(home)), result["state"].get(number)
         if param is not None and isinstance(entries, Mapping):
             result["state"][number] = {
-                key: change(value, param.slot) if _may_be_rows(key, value) else value
+                key: change(value, param.slot, key) if _may_be_rows(key, value) else value
                 for key, value in entries.items()
             }
     return result

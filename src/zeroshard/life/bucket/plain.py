@@ -269,7 +269,8 @@ class Bucket(Guarded):
             self._make_whole(in_place, ledger)
             return
         rows = self.views_in(self.landed)
-        self.grads = [faces.show(view, slot) for view, slot in zip(rows, pack.slots, strict=True)]
+        pairs = zip(rows, pack.slots, strict=True)
+        self.grads = [faces.show(view, slot, what="the gradient") for view, slot in pairs]
 
     def _make_whole(self, in_place: bool, ledger: Ledger) -> None:
         pack = self.pack
