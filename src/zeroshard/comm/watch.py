@@ -30,8 +30,8 @@ _ASKS, _NAMELESS, CALLED = "all ranks to compute ", "with tensors without a name
 
 @dataclass
 class Entry:
-    """What one rank waits for. `lane` is empty where only the label tells (an operation on a GPU, a collective
-    of torch). `foreign`: the latter, and torch's counts."""
+    """What one rank waits for. `lane` is empty where only the label tells (an operation on a GPU, a
+    collective of torch). `foreign`: the latter, and torch's counts."""
 
     count: int
     label: str
