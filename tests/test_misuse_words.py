@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,11 @@ CPU = torch.device("cpu")
 
 def plan(**asked: Any) -> zs.Plan:
     return zs.plan(nn.Linear(8, 8), **{"ranks": 2, "limit": "1GiB"} | asked)
+
+
+def spread_by_nothing() -> None:
+    with closing(Workers(1)) as workers:
+        workers.spread(8, 0, lambda start, stop: None)
 
 
 OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
@@ -120,7 +126,7 @@ OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
     "no threads": (lambda: Workers(0), "Workers: threads=0; at least one is needed"),
     "no team": (lambda: Team.open(0), "Team: threads=0; at least one is needed"),
     "grain": (
-        lambda: Workers(1).spread(8, 0, lambda start, stop: None),
+        spread_by_nothing,
         "Workers: grain=0; at least one element is needed",
     ),
 }

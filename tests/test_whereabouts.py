@@ -30,7 +30,7 @@ def test_the_stack_of_a_thread_that_runs_is_left_alone(monkeypatch: pytest.Monke
     while not made:
         time.sleep(0.01)
     for _ in range(2):
-        time.sleep(0.4)  # long enough to get a share of a busy machine
+        time.sleep(1.0)  # long enough to get a share of a busy machine
         assert made[0].collective(0.0) is None
     assert not looks
     rest.set()
