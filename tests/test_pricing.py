@@ -69,6 +69,23 @@ def test_the_host_s_updates_slow_python_down_while_they_run() -> None:
     assert told["interpreter"] == pytest.approx(both + STEPPED * 1e-6 * len(setup.parts))
 
 
+def test_the_device_updates_its_own_while_the_host_updates() -> None:
+    """A slow host is what a step waits for, whatever the device has to update; a fast one is not seen."""
+
+    def priced(host_rate: float, update_rate: float) -> Candidate:
+        rates = {"launch": 0.0, "drag": 0.0, "gap": 0.0, "host_rate": host_rate, "update_rate": update_rate}
+        asked = question(1000, machine=machine("H100", **rates), world=1)
+        whole = price(asked, dataclasses.replace(asked.options, stage=0)).lasting
+        half = zs.Offload(optimizer="auto", device_bytes=whole["parameters"] + whole["state"] // 2)
+        return price(asked, dataclasses.replace(asked.options, stage=0, offload=half, clip_norm=1.0))
+
+    slow, later = priced(1e6, 1e12), priced(1e6, 1e10)
+    assert 0 < slow.seconds["update"] < later.seconds["update"] < slow.seconds["host update"]
+    assert later.step == pytest.approx(slow.step)
+    fast, behind = priced(1e15, 1e12), priced(1e15, 1e10)
+    assert behind.step - fast.step == pytest.approx(behind.seconds["update"] - fast.seconds["update"])
+
+
 def test_an_update_takes_what_was_measured_of_it() -> None:
     """On the device: state at the rate of its own update, gradients widened and weights made at a copy's."""
     plain, measured = (price(one, one.options) for one in (

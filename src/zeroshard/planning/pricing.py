@@ -55,9 +55,10 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
     touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
     last = awaited = 0.0  # what comes after all that runs side by side; for what the next forward waits
     if touched["device"]:
-        last = touched["device"] / (machine.update_rate or machine.memory_rate)
-        last += held["device"] * _widened(setup, width) / machine.memory_rate
-        parts["update"] = last
+        parts["update"] = touched["device"] / (machine.update_rate or machine.memory_rate)
+        parts["update"] += held["device"] * _widened(setup, width) / machine.memory_rate
+        # Behind both; the host goes on with its own updates meanwhile.
+        beside = {what: taken + parts["update"] for what, taken in beside.items()}
     away, each = held["host"] + held["disk"], sent.each
     if away or setup.streamed:
         streamed = sum(b.body(setup.rank) for b in setup.bundles if setup.streams(b))
