@@ -68,6 +68,18 @@ def misbehave(run: zs.Run) -> None:
         time.sleep(8)
 
 
+def cross(others: dist.ProcessGroup) -> None:
+    """All ranks call a collective of torch, and rank 1 another one."""
+    if ASTRAY:
+        now()
+    if SCENARIO == "another group":
+        dist.all_reduce(torch.ones(3), group=others if ASTRAY else None)
+    elif ASTRAY:
+        dist.all_gather([torch.ones(3) for _ in range(dist.get_world_size())], torch.ones(3))
+    else:
+        dist.all_reduce(torch.ones(3))
+
+
 def main() -> None:
     print(f"pid {os.getpid()}", flush=True)
     torch.manual_seed(0)
@@ -85,6 +97,8 @@ def main() -> None:
     if SCENARIO == "refused" and ASTRAY:
         now()
     run = zs.shard(model, optimizer, stage=stage, transport=TRANSPORT)
+    others = dist.new_group()
+    dist.barrier(others)
     for step in range(5):
         for block in model:
             block.step = step
@@ -94,6 +108,8 @@ def main() -> None:
         if not (ASTRAY and step == AT and SCENARIO == "skips a step"):
             optimizer.step()
         optimizer.zero_grad()
+        if step == AT and SCENARIO.startswith("another ") and SCENARIO != "another stage":
+            cross(others)
         if ASTRAY and step == AT:
             if SCENARIO.startswith("skips"):
                 now()

@@ -74,9 +74,15 @@ OWN_WAY = [
     Way("gathered alone"),
     Way("gathered alone", "gloo"),
 ]
+# All of them are inside torch: what rank 0 waits for, and rank 1.
+CROSSED = {
+    Way("another collective"): ("all_reduce in group 0", "all_gather in group 0"),
+    Way("another collective", "gloo", 4): ("all_reduce in group 0", "all_gather in group 0"),
+    Way("another group"): ("all_reduce in group 0", "all_reduce in group 1"),
+}
 BEFORE, DISAGREE, SLOW = Way("raise before shard"), Way("another stage"), Way("slow")
 REFUSED = Way("refused")
-ALL = [*OWN_WAY, SLOW, *RAISED, *KILLED, *EXITED, *EARLY, BEFORE, DISAGREE, REFUSED]
+ALL = [*OWN_WAY, *CROSSED, SLOW, *RAISED, *KILLED, *EXITED, *EARLY, BEFORE, DISAGREE, REFUSED]
 
 
 AS_A_USER = {Way("raise in forward"), Way("killed in backward"), Way("skips a backward", "gloo")}
@@ -175,6 +181,18 @@ def test_a_rank_that_goes_its_own_way_ends_the_run(ends: dict[Way, Ended], way: 
     found = re.search(said + r"waits for (.*)\.", end.text)
     assert found, end.text
     assert way.scenario != "gathered alone" or found[1].startswith("region 'collect'"), end.text
+
+
+@pytest.mark.parametrize(("way", "names"), CROSSED.items(), ids=str)
+def test_ranks_in_different_collectives_of_torch_end_the_run(
+    ends: dict[Way, Ended], way: Way, names: tuple[str, str]
+) -> None:
+    ended = ends[way]
+    assert ended.code != 0
+    assert ended.took < MISMATCH, ended.text
+    one, other = (rf"torch\.distributed\.{name} \(called at failing\.py:\d+\)" for name in names)
+    assert re.search(rf"rank 0 waits for {one}; rank 1 waits for {other}", ended.text), ended.text
+    assert "Every rank must run the same program" in ended.text
 
 
 def test_a_rank_that_fails_before_shard_ends_the_run(ends: dict[Way, Ended]) -> None:

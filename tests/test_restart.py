@@ -17,7 +17,7 @@ from test_launch_ranks import launch as launch_bare
 from test_resume import stored
 
 import zeroshard as zs
-from zeroshard.comm.nccl import EXIT_STUCK
+from zeroshard.comm.failure import EXIT_STUCK
 from zeroshard.launch.job import Job
 from zeroshard.launch.outcome import Ending, Report
 from zeroshard.launch.restart import Failure, hopeless, lost, pause

@@ -8,7 +8,7 @@ none of their conditions holds, and that has not changed for `PATIENCE` seconds.
 [Note: elsewhere] A peer may be blocked in another transport of the same processes (two models, two
 transports), which this rank sees too, or in a collective of torch, which the peer's own guard writes down
 (`whereabouts`). Either counts as waiting; what torch waits for cannot be checked, so that takes
-`FOREIGN_PATIENCE`.
+`FOREIGN_PATIENCE`. Where all ranks are inside torch, `crossed` tells.
 
 [Note: order] The data must be visible before the word that announces it. On x86 stores are seen in program
 order. Elsewhere (ARM) two uncontended lock round trips, release before acquire, order what is before against
@@ -18,6 +18,7 @@ what is after; this is only paid there.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import struct
@@ -33,6 +34,7 @@ import torch
 from zeroshard.errors import OptionError, RankError
 
 from . import memfd
+from .crossed import Started, differ
 from .rendezvous import Rendezvous
 from .watch import alike, disagreement
 
@@ -49,8 +51,8 @@ MAX_LANES = 16384
 _TEXT_AT = 8 * (_LANES_AT + 2 * MAX_LANES)
 _TEXT = 1024
 _FOREIGN_AT = _TEXT_AT + _TEXT
-_NOTE_AT = _FOREIGN_AT + _TEXT
 _NOTE = 8192
+_NOTE_AT = _FOREIGN_AT + _NOTE
 _MAIL_AT = _NOTE_AT + _NOTE
 _MAIL_HEAD = struct.Struct("qq")
 _MAIL = 1 << 16
@@ -114,6 +116,7 @@ class Control:
         self._mine = self._words[rank]
         self._letters = 0
         self._foreign = 0
+        self._crossing = _Crossing()
         _controls.add(self)
 
     def _meet(self, meeting: Rendezvous) -> None:
@@ -250,17 +253,31 @@ class Control:
             found = next((b for b in seen if b is not None and b.late <= set(self.pids)), None)
         count = self._words[rank][FOREIGN]
         if found is None and count > 0:
-            found = Blocked((count, -1, 0), self._read_text(rank, _FOREIGN_AT), set(), foreign=True)
+            found = Blocked((count, -1, 0), self._foreign_wait(rank)[0], set(), foreign=True)
         return found
 
-    def tell_foreign(self, text: str | None) -> None:
-        """Write down the collective of torch that this rank is in."""
+    def tell_foreign(self, text: str | None, told: Started | None = None) -> None:
+        """Write down the collective of torch that this rank is in, and those that it has started."""
         if text is None:
             self._mine[FOREIGN] = 0
         elif self._mine[FOREIGN] == 0:
-            self._write_text(_FOREIGN_AT, _TEXT, text)
+            whole = text[:_LABEL] + "\0" + json.dumps(told or {})
+            self._write_text(_FOREIGN_AT, _NOTE, whole if len(whole) < _NOTE // 2 else text[:_LABEL])
             self._foreign += 1
             self.publish(FOREIGN, self._foreign)
+
+    def _foreign_wait(self, rank: int) -> tuple[str, Started]:
+        label, _, told = self._read_text(rank, _FOREIGN_AT).partition("\0")
+        try:
+            return label, json.loads(told or "{}")
+        except ValueError:  # it is being written
+            return label, {}
+
+    def crossed(self, now: float) -> str | None:
+        """Whether all ranks are in collectives of torch that cannot be the same."""
+        counts = [words[FOREIGN] for words in self._words]
+        waits = [(count, *self._foreign_wait(rank)) for rank, count in enumerate(counts)]
+        return self._crossing.trouble(waits if all(counts) else [], self._names, now)
 
     def leave(self, note: str | None = None) -> None:
         """Mark this rank as failed, with the reason, or as gone. The first note stays."""
@@ -341,6 +358,25 @@ class _Stillness:
         if len(known) < len(seen) or now - self._since < patience:
             return None
         return disagreement([blocked.label for blocked in known], self._control._names)
+
+
+class _Crossing:
+    """Notices that ranks have been in different collectives for a while."""
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._since = 0.0
+
+    def trouble(
+        self, waits: Sequence[tuple[int, str, Started]], names: Sequence[int], now: float
+    ) -> str | None:
+        """`waits`: of all ranks, in their order: a number for each wait, its label, and what was started.
+        Empty: not all of them are inside torch."""
+        if waits != self._seen:
+            self._seen, self._since = waits, now
+        if not waits or now - self._since < FOREIGN_PATIENCE or not differ([each for _, _, each in waits]):
+            return None
+        return disagreement([label for _, label, _ in waits], names)
 
 
 def _process_state(pid: int) -> tuple[str, str]:

@@ -19,7 +19,11 @@ from typing import Protocol
 
 from zeroshard.errors import RankError
 
-__all__ = ["describe", "listen", "unlisten"]
+__all__ = ["EXIT_STUCK", "describe", "give_up", "listen", "unlisten"]
+
+# The exit status of a rank that was stuck where no exception reaches it: EX_SOFTWARE of sysexits.h. Not
+# EX_TEMPFAIL, with which a rank leaves that was told to stop (`launch.job.PREEMPTED`).
+EXIT_STUCK = 70
 
 
 class Listener(Protocol):
@@ -53,6 +57,13 @@ def describe(rank: int, error: BaseException) -> str:
         return str(error)
     lines = str(error).strip().splitlines()
     return f"rank {rank} failed: {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+
+
+def give_up(rank: int, trouble: str) -> None:
+    """End the process: the rank is stuck in a driver or in torch, where no exception can reach it."""
+    sys.stdout.flush()
+    print(f"zeroshard: rank {rank} ends: RankError: {trouble}", file=sys.stderr, flush=True)
+    os._exit(EXIT_STUCK)
 
 
 def _announce(error: BaseException) -> None:

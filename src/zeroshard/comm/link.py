@@ -32,6 +32,8 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 from zeroshard.errors import RankError
 
+from . import failure
+from .crossed import Started, named, started
 from .rendezvous import Rendezvous
 from .watch import LONG, Watch, look_after
 from .whereabouts import Whereabouts
@@ -194,22 +196,29 @@ class Link:
 
     def _look_elsewhere(self) -> None:
         label = self._overdue()
-        foreign = None if label is not None else self._whereabouts.collective(LONG)
         if label is None:
-            # The peers that wait for this rank end the run: here, torch notices that they are gone.
-            self._watched(None if foreign is None else Job(foreign, "", 0))
+            self._look_into_torch(self._whereabouts.collective(LONG))
             return
         trouble = self._lost(label) or self._watched(Job(label, "", 0))
         if trouble is not None:
             self.report(trouble)
             self._give_up(trouble)
 
-    def _watched(self, job: Job | None) -> str | None:
+    def _look_into_torch(self, label: str | None) -> None:
+        """Peers that wait for this rank end the run: here, torch notices that they are gone. Where all are
+        inside torch, nobody else does."""
+        told = {} if label is None else started()
+        trouble = self._watched(None if label is None else Job(named(label, told), "", 0), told)
+        if trouble is not None and self._watch.all_foreign:
+            self.report(trouble)
+            failure.give_up(self.rank, trouble)
+
+    def _watched(self, job: Job | None, told: Started | None = None) -> str | None:
         try:
             if job is None:
                 self._watch.over(self)
                 return None
-            return self._watch.waiting(self, job.label, job.lane, job.turn)
+            return self._watch.waiting(self, job.label, job.lane, job.turn, told)
         except RuntimeError:
             # The store has gone with its rank. Then so has the connection to it, which gloo notices.
             return None

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -38,10 +36,6 @@ _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# The exit status of a rank that was stuck in the driver: EX_SOFTWARE of sysexits.h. Not EX_TEMPFAIL, with
-# which a rank leaves that was told to stop (`launch.job.PREEMPTED`).
-EXIT_STUCK = 70
-
 
 class NcclTransport(Transport):
     """NCCL between GPUs, through the caller's group. `wait` orders streams and does not block the host."""
@@ -65,7 +59,7 @@ class NcclTransport(Transport):
         self._open = _Open()
         self._order = Order(store, self.rank, self.size)
         self._reads_host = False
-        self._side.guard(self._open.overdue, partial(_give_up, self.rank))
+        self._side.guard(self._open.overdue, partial(failure.give_up, self.rank))
         failure.listen(self)
 
     # Regions
@@ -342,9 +336,3 @@ class _Open:
             if not self._open or time.monotonic() - self._open[0][2] < LONG:
                 return None
             return self._open[0][0]
-
-
-def _give_up(rank: int, trouble: str) -> None:
-    """End the process: the rank is stuck in the driver, where no exception can reach it."""
-    print(f"zeroshard: rank {rank} ends: RankError: {trouble}", file=sys.stderr, flush=True)
-    os._exit(EXIT_STUCK)

@@ -16,6 +16,7 @@ import json
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
@@ -27,6 +28,7 @@ from zeroshard.native import Moves
 
 from . import bounce, failure, memfd
 from .control import EPOCH, MAX_LANES, Control, consumed, posted
+from .crossed import named, started
 from .pull import Copies, Dealt, Gather, totals
 from .sums import sum_pieces
 from .transport import Add, Cuts, Fetch, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
@@ -349,8 +351,15 @@ class ShmTransport(Transport):
         self.control.leave(text)
 
     def look(self) -> None:
-        """What the guard does: let waiting peers know if this rank is in a collective of torch."""
-        self.control.tell_foreign(self._whereabouts.collective(LONG))
+        """What the guard does: let waiting peers know if this rank is in a collective of torch, and end it
+        if they are in others."""
+        label = self._whereabouts.collective(LONG)
+        told = {} if label is None else started()
+        self.control.tell_foreign(None if label is None else named(label, told), told)
+        trouble = None if label is None else self.control.crossed(time.monotonic())
+        if trouble is not None:
+            self.report(trouble)
+            failure.give_up(self.rank, trouble)
 
     def cause(self) -> str | None:
         return self.control.cause()

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from .crossed import CALLED, Started, differ
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -25,20 +27,20 @@ __all__ = ["LONG", "PATIENCE", "Entry", "Watch", "alike", "asked_for", "disagree
 LONG = 5.0
 PATIENCE = 8.0
 _LOOK = 1.0
-_ASKS, _NAMELESS, CALLED = "all ranks to compute ", "with tensors without a name", " (called at "
+_ASKS, _NAMELESS = "all ranks to compute ", "with tensors without a name"
 
 
 @dataclass
 class Entry:
     """What one rank waits for. `lane` is empty where only the label tells (an operation on a GPU, a
-    collective of torch). `foreign`: the latter, and torch's counts."""
+    collective of torch). `foreign`: the latter, and what torch has started (`crossed`)."""
 
     count: int
     label: str
     lane: str
     turn: int
     started: dict[str, int]
-    foreign: dict[str, int] | None = None
+    foreign: Started | None = None
 
 
 class Watch:
@@ -61,13 +63,16 @@ class Watch:
         self._looked = 0.0
         self._seen: list[Entry] = []
         self._since = 0.0
+        self.all_foreign = False  # the mismatch is between collectives of torch
 
     def join(self) -> int:
         """The number of a transport that joins; all ranks let them join in the same order."""
         self._members += 1
         return self._members
 
-    def waiting(self, writer: object, label: str, lane: str = "", turn: int = 0) -> str | None:
+    def waiting(
+        self, writer: object, label: str, lane: str = "", turn: int = 0, foreign: Started | None = None
+    ) -> str | None:
         """Call from time to time in a long wait: the text of a mismatch, if this is one."""
         now, wait = time.monotonic(), (label, lane, turn)
         with self._lock:
@@ -75,7 +80,7 @@ class Watch:
             if self._writer is None or (self._writer is writer and wait != self._wait):
                 self._writer, self._wait = writer, wait
                 self._count += 1
-                self._write(Entry(self._count, label, lane, turn, dict(self.started)))
+                self._write(Entry(self._count, label, lane, turn, dict(self.started), foreign))
             elif self._writer is not writer or now - self._looked < _LOOK:
                 return None
             self._looked = now
@@ -95,6 +100,7 @@ class Watch:
         if len(present) < self._size or not _stuck(present):
             self._seen = []
             return None
+        self.all_foreign = all(entry.foreign is not None for entry in present)
         if present != self._seen:
             self._seen, self._since = present, now
             return None
@@ -112,7 +118,11 @@ class Watch:
 
 
 def _stuck(entries: list[Entry]) -> bool:
-    """Whether every rank needs what some peer has not started; by labels where nothing else is known."""
+    """Whether every rank needs what some peer has not started; by labels where nothing else is known, and by
+    torch's own records where all are inside it."""
+    foreign = [entry.foreign for entry in entries if entry.foreign is not None]
+    if len(foreign) == len(entries):
+        return differ(foreign)
     if alike(entry.label for entry in entries):
         return False
     return all(
