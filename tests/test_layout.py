@@ -12,7 +12,7 @@ from math import prod
 import pytest
 import torch
 
-from zeroshard.count.layout import ALIGN, Pack, Slot, Split, aligned, buckets, slots_for, stretches
+from zeroshard.count.layout import ALIGN, Lengths, Pack, Slot, Split, aligned, buckets, slots_for, stretches
 
 WORLDS = (1, 2, 3, 4, 7, 64)
 
@@ -159,3 +159,20 @@ def test_ten_thousand_ranks_in_a_second() -> None:
     assert pack.wire >= 8 * 8192 * 8192
     assert sum(slot.held(9_999) for slot in slots) == 0
     assert time.process_time() - start < 2.0
+
+
+@pytest.mark.parametrize("lengths", [(5,), (4, 4, 4), (3, 3, 2, 0, 0), (0, 0), (1, 2, 2, 1)])
+def test_lengths_are_counted_as_they_are(lengths: tuple[int, ...]) -> None:
+    found = Lengths.of(list(lengths))
+    assert (found, found.total, found.most) == (lengths, sum(lengths), max(lengths))
+    assert found.even == (len(set(lengths)) == 1)
+    assert found.starts == tuple(sum(lengths[:rank]) for rank in range(len(lengths)))
+    assert [run.each for run in found.runs for _ in range(len(run))] == list(lengths)
+    assert [rank for run in found.runs for rank in range(run.start, run.stop)] == list(range(len(lengths)))
+    assert Lengths.of(found) is found
+
+
+def test_a_wire_is_filled_by_a_copy_for_each_tensor_and_band() -> None:
+    named: list[tuple[str, tuple[int, ...]]] = [("even", (1024, 8)), ("uneven", (2816, 8)), ("few", (3,))]
+    assert Pack(tuple(slots_for(named, 8, "rows")), 8).copies == 5  # of 3 rows 3 ranks have one
+    assert Pack(tuple(slots_for(named, 1024, "rows")), 1024).copies == 8

@@ -8,21 +8,26 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard as zs
 from zeroshard.count.layout import Slot
 from zeroshard.count.memory import Setup, buffers_of
 from zeroshard.count.timeline import step_moments
+from zeroshard.life.bucket import Bucket
 from zeroshard.life.shard import Faces
 from zeroshard.planning.blueprint import blocks_of, rules_of
 
@@ -91,6 +96,89 @@ def test_a_rank_keeps_no_tensors_for_each_of_its_peers(stage: Any) -> None:
     options = {"offload": zs.Offload(), "clip_norm": 1e9} if stage == 3 else {}
     few, many = (tensors_of_a_rank(world, stage, **options) for world in (8, 200))
     assert many < 1.5 * few
+
+
+class Uneven(torch.nn.Module):
+    """Blocks whose rows a thousand ranks cannot share evenly: some have fewer than others, and some none."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(1024, 2816, bias=False), torch.nn.Linear(2816, 1024))
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def calls_of_a_step(world: int, stage: Any) -> Counter[str]:
+    """Calls of torch's operations, as on a device: many copies asked for by one call count one by one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        with patch("zeroshard.native.loader.kernels", lambda: None):
+            model = Uneven()
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            run = zs.shard(model, optimizer, stage=stage, precision="bf16", bucket_bytes="12MiB")
+            x = torch.ones(1, 1024)
+            for step in range(3):
+                with profile(activities=[ProfilerActivity.CPU]) if step == 2 else nullcontext() as seen:
+                    model(x).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            run._hooks.remove()
+    finally:
+        dist.destroy_process_group()
+    assert seen is not None
+    return Counter(event.name for event in seen.events() if event.name.startswith("aten::"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_rank_launches_hardly_grows_with_the_number_of_its_peers(stage: Any) -> None:
+    """Between GPUs Python has no time to spare: at a thousand ranks it was a third behind."""
+    few, many = (calls_of_a_step(world, stage) for world in (8, 1024))
+    assert many.total() < 1.12 * few.total()
+    # Where some ranks have less of a tensor: a view each for those that have all, one of them that has some,
+    # and those that have none of it, to fill a wire; and one or two off the stage.
+    assert many["aten::copy_"] < 1.5 * few["aten::copy_"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_uneven_wires_are_filled_without_a_wait_for_the_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    filled, fill = [], Bucket.fill
+
+    def watched(bucket: Bucket, hold: bool = False) -> None:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            fill(bucket, hold)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        filled.append(len(bucket.pack.bands))
+
+    # Flags of a bucket that is used as a whole are not made anew.
+    monkeypatch.setattr("zeroshard.life.bucket.plain.flags_on", None)
+    monkeypatch.setattr(Bucket, "fill", watched)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
+    try:
+        model = Uneven(1).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        run = zs.shard(model, optimizer, stage=3, precision="bf16")
+        for _ in range(2):
+            model(torch.ones(1, 1024, device=device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run._hooks.remove()
+    finally:
+        dist.destroy_process_group()
+    assert max(filled) == 3
 
 
 class Bare(torch.nn.Module):

@@ -52,20 +52,24 @@ def test_ranks_of_a_band_own_equally_much(split: Split, world: int) -> None:
 @pytest.mark.parametrize("split", ["rows", "level", "whole"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_by_bands_comes_what_rank_by_rank_comes(split: Split, world: int, in_place: bool) -> None:
-    """Out of a wire, and out of pieces without padding that begin at equal distances."""
+    """Out of a wire, and out of pieces without padding that begin at equal distances: laid out as on the
+    stage, and dense."""
     pack, own = pack_of(split, world), world // 2 if in_place else None
     torch.manual_seed(0)
     whole = [torch.rand(slot.numel) for slot in pack.slots]
     each = max(sum(band.held) for band in pack.bands)
-    wire, tight = torch.full((pack.wire,), -1.0), torch.full((world * each,), -1.0)
-    for rank in range(world):
-        at = rank * each
-        for slot, values, offset in zip(pack.slots, whole, pack.offsets(rank), strict=True):
-            n, first = slot.held(rank), slot.rows(rank)[0] * slot.row
-            wire[pack.starts[rank] + offset :][:n] = tight[at : at + n] = values[first : first + n]
-            at += n
+    wire = torch.full((pack.wire,), -1.0)
+    stage, dense = (torch.full((world * each,), -1.0) for _ in range(2))
     expected = torch.full((pack.full,), -2.0)
     by_rank = Targets(pack, expected, own)
+    for rank in range(world):
+        at, places = rank * each, zip(pack.offsets(rank), by_rank.staged(rank), strict=True)
+        for slot, values, (offset, staged) in zip(pack.slots, whole, places, strict=True):
+            n, first = slot.held(rank), slot.rows(rank)[0] * slot.row
+            rows = values[first : first + n]
+            wire[pack.starts[rank] + offset :][:n] = dense[at : at + n] = rows
+            stage[rank * each + staged :][:n] = rows
+            at += n
     for rank, targets in enumerate(by_rank):
         cut = pack.cuts_of_pieces[rank] if targets else []
         for target, (offset, n) in zip(targets, cut, strict=True):
@@ -74,19 +78,21 @@ def test_by_bands_comes_what_rank_by_rank_comes(split: Split, world: int, in_pla
     for in_turn in (False, True):
         buffer = torch.full((pack.full,), -2.0)
         out = Targets(pack, buffer, own)
-        to, of = out.in_turn(tight) if in_turn else out.in_wire(wire)
+        to, of = out.in_turn(stage) if in_turn else out.in_wire(wire)
         if to:
             torch._foreach_copy_(to, of)
         assert torch.equal(buffer, expected)
         assert len(to) <= (2 * len(pack.slots) + 3) * len(pack.slots)
+        if in_turn and split == "rows":
+            assert len(to) <= 4 * len(pack.slots)
     # Between GPUs, with targets by bands and by rank.
     nccl, cuts = object.__new__(NcclTransport), pack.cuts_of_full
     for by_bands in (True, False):
         buffer = torch.full((pack.full,), -2.0)
         out = Targets(pack, buffer, own)
-        nccl._copy_out(tight, each, cuts, out if by_bands else list(out))
+        nccl._copy_out(stage if by_bands else dense, each, cuts, out if by_bands else list(out))
         assert torch.equal(buffer, expected)
-        assert totals_of(cuts, out) == [sum(n for _, n in cut) for cut in cuts]
+        assert totals_of(cuts, out) == tuple(sum(n for _, n in cut) for cut in cuts)
 
 
 class Peers:

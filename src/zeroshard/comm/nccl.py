@@ -14,10 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+
+from zeroshard.count.layout import Lengths
+from zeroshard.native import sum_in_order
 
 from . import failure
 from .gloo import GlooTransport
@@ -102,18 +106,21 @@ class NcclTransport(Transport):
             return self._started(kind, key, wire)
 
     def _scatter(self, wire: torch.Tensor, pieces: Sequence[int], out: torch.Tensor, scale: float) -> None:
-        each = max(pieces)
+        lengths = Lengths.of(pieces)
+        each, even = lengths.most, lengths.even
         if each == 0:
             return
-        even = min(pieces) == each
         direct = even and out.dtype == wire.dtype
         mine, source = self._stage(wire.dtype, 0 if direct else each, 0 if even else each * self.size)
         if even:
             source = wire[: each * self.size]
         else:
-            padded = slices(source, [each] * self.size)
-            parts = [part[:count] for part, count in zip(padded, pieces, strict=True)]
-            torch._foreach_copy_(parts, slices(wire, pieces))
+            padded, runs = source.view(self.size, each), [run for run in lengths.runs if run.each]
+            sent = [wire[lengths.starts[run.start] :][: len(run) * run.each] for run in runs]
+            torch._foreach_copy_(
+                [padded[run.start : run.stop, : run.each] for run in runs],
+                [part.view(-1, run.each) for part, run in zip(sent, runs, strict=True)],
+            )
         _reduce_scatter(_real(out if direct else mine), _real(source), group=self._group)
         if direct:
             out.mul_(scale)
@@ -121,20 +128,20 @@ class NcclTransport(Transport):
             out.copy_(mine[: pieces[self.rank]].mul_(scale))
 
     def _add_here(self, wire: torch.Tensor, pieces: Sequence[int], out: torch.Tensor, scale: float) -> None:
-        mine = pieces[self.rank]
+        mine, sent = pieces[self.rank], wire[: Lengths.of(pieces).total]
         (landing,) = self._stage(wire.dtype, mine * self.size)
-        dist.all_to_all_single(
-            landing, wire[: sum(pieces)], [mine] * self.size, list(pieces), group=self._group
-        )
+        dist.all_to_all_single(landing, sent, [mine] * self.size, list(pieces), group=self._group)
         if mine == 0:
             return
         direct = out.dtype == torch.float32
         total = out if direct else self._stage(torch.float32, mine)[0]
-        first, *rest = slices(landing, [mine] * self.size)
-        total.copy_(first)
-        for piece in rest:
-            total.add_(piece)
-        total.mul_(scale)
+        if self.device.type != "cuda" or not sum_in_order(landing, total, scale):
+            # A launch for each rank: at a thousand of them Python takes longer than the step.
+            first, *rest = slices(landing, [mine] * self.size)
+            total.copy_(first)
+            for piece in rest:
+                total.add_(piece)
+            total.mul_(scale)
         if not direct:
             out.copy_(total)
 
@@ -192,7 +199,10 @@ class NcclTransport(Transport):
         on_host = bool(source.state.get("host"))
         sizes = [part.numel() for part in own] if on_host else []
         mine, landing, *near = self._stage(source.mine.dtype, each, each * self.size, *sizes)
-        packed = slices(mine, [part.numel() for part in others])
+        places = _places(out, self.rank, cuts)
+        packed = [
+            mine[places[slot] :][: part.numel()] for slot, part in enumerate(parts) if slot not in straight
+        ]
         if on_host:
             for to, part in zip([*near, *packed], [*own, *others], strict=True):
                 to.copy_(part, non_blocking=True)
@@ -291,6 +301,13 @@ class NcclTransport(Transport):
         self._order.close()
         self._side.close()
         self._stages.clear()
+
+
+def _places(out: Sequence[Sequence[torch.Tensor]], rank: int, cuts: Cuts) -> list[int]:
+    """Where a rank's segments begin in its piece on the stage."""
+    if isinstance(out, Targets):
+        return out.staged(rank)
+    return [0, *accumulate(numel for _, numel in cuts[rank])]
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

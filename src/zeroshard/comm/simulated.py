@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zeroshard.count.layout import Lengths
+
 from .local import LocalTransport
 from .targets import Targets, totals_of
 from .transport import Cuts, Done, Land, Region, Spans, Work, slices
@@ -40,16 +42,16 @@ class SimulatedTransport(LocalTransport):
     def reduce(
         self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
     ) -> Work:
-        each, mine = max(pieces), pieces[self.rank]
-        start = sum(pieces[: self.rank])
+        lengths = Lengths.of(pieces)
+        each, mine, start = lengths.most, lengths[self.rank], lengths.starts[self.rank]
         piece = wire.mine[start : start + mine]
         wide = torch.float32 if piece.dtype.itemsize == 2 else piece.dtype
         if piece.dtype.itemsize == 2:
             self._stage(piece.dtype, mine * self.size)
             if out.dtype != torch.float32:
                 self._stage(torch.float32, mine)
-        elif min(pieces) != each or out.dtype != piece.dtype:
-            self._stage(piece.dtype, each + (each * self.size if min(pieces) != each else 0))
+        elif not lengths.even or out.dtype != piece.dtype:
+            self._stage(piece.dtype, each + (0 if lengths.even else each * self.size))
         if mine:
             out.copy_(piece.to(wide).mul_(scale * self.size))
         self._count_reduce(kind, pieces, piece.element_size())
@@ -79,7 +81,8 @@ class SimulatedTransport(LocalTransport):
         totals = totals_of(cuts, out)
         mine = self._sent(source, cuts, out)
         if isinstance(out, Targets):
-            pairs = [(mine[slot], to) for _, strides in out.bands for slot, to in strides]
+            pairs = [(mine[slot], to) for _, strides in out.strides for slot, to in strides]
+            pairs += [(mine[slot], to.view(self.size, -1)) for slot, to in out.straight.items()]
         else:
             flat = [[tensor.view(-1) for tensor in tensors] for tensors in out if len(tensors) > 0]
             pairs = [pair for tensors in flat for pair in zip(mine, tensors, strict=True)]
@@ -100,9 +103,10 @@ class SimulatedTransport(LocalTransport):
         sizes = [parts[slot].numel() for slot in staged]
         past = sum(parts[slot].numel() for slot in staged if slot in straight)
         stage = self._stage(source.mine.dtype, past + each * (self.size + 1))
-        for slot, copy in zip(staged, slices(stage, sizes), strict=True):
-            parts[slot] = copy.copy_(parts[slot])
-        return parts
+        packed = dict(zip(staged, slices(stage, sizes), strict=True))
+        if packed:
+            torch._foreach_copy_(list(packed.values()), [parts[slot] for slot in staged])
+        return [packed.get(slot, part) for slot, part in enumerate(parts)]
 
     def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         return [float(value) * self.size for value in values]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from zeroshard.count.layout import Lengths
 from zeroshard.errors import RankError
 
 __all__ = [
@@ -154,11 +155,13 @@ class Transport(ABC):
         self.counters = Counters()
         self.nodes: Sequence[int] = [0] * size
         self._far: list[int] = []
+        self._near = list(range(size))
 
     def place(self, nodes: Sequence[int]) -> None:
         """Say which node each rank is on, so that traffic is counted by link."""
         self.nodes = nodes
         self._far = [rank for rank, node in enumerate(nodes) if node != nodes[self.rank]]
+        self._near = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
 
     def cache(self, region: Region, cuts: Cuts) -> int:
         """Keep inside the node what gathers of `region` bring from other nodes, until the next epoch.
@@ -290,9 +293,14 @@ class Transport(ABC):
         """Give everything back. May be called again."""
 
     def _count_reduce(self, kind: str, pieces: Sequence[int], itemsize: int) -> None:
-        mine, far = pieces[self.rank], sum(pieces[rank] for rank in self._far)
-        self.counters.add_sent(kind, (sum(pieces) - mine) * itemsize, far * itemsize)
+        lengths = Lengths.of(pieces)
+        mine, far = lengths[self.rank], self._sum_far(lengths)
+        self.counters.add_sent(kind, (lengths.total - mine) * itemsize, far * itemsize)
         self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
+
+    def _sum_far(self, lengths: Lengths) -> int:
+        """What goes to other nodes."""
+        return lengths.total - sum(lengths[rank] for rank in self._near) if self._far else 0
 
     def _count_deal(self, kind: str, sent: Sequence[int], received: Sequence[int]) -> None:
         """Bytes to and from each rank; what a rank keeps does not travel."""
@@ -304,7 +312,7 @@ class Transport(ABC):
         """`totals`: elements that each rank offers."""
         mine = totals[self.rank] * itemsize
         self.counters.add_sent(kind, mine * (self.size - 1), mine * len(self._far))
-        self.counters.add_received(kind, sum(totals) * itemsize - mine)
+        self.counters.add_received(kind, Lengths.of(totals).total * itemsize - mine)
 
     def _count_broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -121,8 +121,8 @@ class Slot:
         if self.split == "level":
             more = self.height % self.world
             return (self.owner, (self.owner + more) % self.world) if more else ()
-        full = self.height // -(-self.height // self.world)
-        return full, full + 1
+        full, over = divmod(self.height, -(-self.height // self.world))
+        return (full, full + 1) if over else (full,)
 
     @property
     def reduced(self) -> Slot:
@@ -170,6 +170,56 @@ class ByRank(Sequence[T]):
     def made(self, rank: int) -> T:
         """That of one rank, not kept."""
         return self._make(rank)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring ranks, start to stop, that have `each` elements."""
+
+    start: int
+    stop: int
+    each: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Lengths(tuple[int, ...]):
+    """Elements that every rank has of something. What takes a look at all ranks is found once: they may be
+    thousands, and it is asked for with every exchange.
+
+    >>> Lengths((4, 4, 2)).total
+    10
+    """
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self)
+
+    @cached_property
+    def most(self) -> int:
+        return max(self)
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all ranks have equally much."""
+        return min(self) == self.most
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's begin, one after another."""
+        return tuple(accumulate(self[:-1], initial=0))
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """All ranks, as few runs as can be."""
+        counted = [(each, len(list(ranks))) for each, ranks in groupby(self)]
+        ends = accumulate(count for _, count in counted)
+        return tuple(Run(end - count, end, each) for (each, count), end in zip(counted, ends, strict=True))
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Lengths:
+        return lengths if isinstance(lengths, Lengths) else cls(lengths)
 
 
 @dataclass(frozen=True)
@@ -229,6 +279,11 @@ class Pack:
         """All ranks, as few bands as can be: mostly one to three, however many ranks there are."""
         return self.bands_around(())
 
+    @cached_property
+    def copies(self) -> int:
+        """How many copies fill a wire: one for each slot and band that has some of it."""
+        return sum(n > 0 for band in self.bands for n in band.held)
+
     def bands_around(self, ranks: Iterable[int]) -> tuple[Band, ...]:
         """The same, with each of `ranks` in a band of its own."""
         edges = {edge for slot in self.slots for edge in slot.edges()}
@@ -237,9 +292,14 @@ class Pack:
         return tuple(Band(a, b, tuple(slot.held(a) for slot in self.slots)) for a, b in pairwise(marks))
 
     @cached_property
-    def pieces(self) -> tuple[int, ...]:
+    def pieces(self) -> Lengths:
         """Elements of every rank's piece."""
-        return tuple(n for band in self.bands for n in [self.piece(band.start)] * len(band))
+        return Lengths(n for band in self.bands for n in [self.piece(band.start)] * len(band))
+
+    @cached_property
+    def owned(self) -> Lengths:
+        """Elements that every rank owns, without padding and flags."""
+        return Lengths(n for band in self.bands for n in [sum(band.held)] * len(band))
 
     @cached_property
     def most(self) -> tuple[int, ...]:
@@ -249,11 +309,11 @@ class Pack:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each rank's piece begins in the wire."""
-        return tuple(accumulate(self.pieces[:-1], initial=0))
+        return self.pieces.starts
 
     @cached_property
     def wire(self) -> int:
-        return sum(self.pieces)
+        return self.pieces.total
 
     @cached_property
     def full_offsets(self) -> tuple[int, ...]:
@@ -296,8 +356,12 @@ class FlatPack(Pack):
         return aligned(-(-(self.full + self.tail) // self.world))
 
     @cached_property
-    def pieces(self) -> tuple[int, ...]:
-        return (self.piece(0),) * self.world
+    def pieces(self) -> Lengths:
+        return Lengths([self.piece(0)] * self.world)
+
+    @cached_property
+    def copies(self) -> int:
+        return len(self.slots)
 
     @cached_property
     def most(self) -> tuple[int, ...]:

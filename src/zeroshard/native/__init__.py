@@ -10,6 +10,7 @@ from .adam import AdamRows, AdamStep, adam_update
 from .checksum import copy_crc32, crc32
 from .master import Ties, join, split
 from .moves import Moves
+from .ordered import sum_in_order
 from .pages import allocate, trim
 from .post import Parcel, Post
 from .sgd import SgdRows, SgdStep, sgd_update
@@ -44,6 +45,7 @@ __all__ = [
     "join",
     "sgd_update",
     "split",
+    "sum_in_order",
     "sum_pieces",
     "sum_spans",
     "trim",

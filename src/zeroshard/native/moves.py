@@ -98,14 +98,18 @@ class Moves:
     def _shaped(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> list[Tensor]:
         if self._shifts is None:
             return [of.reshape(t.shape) for t, of in zip(to, source, strict=True)]
-        starts = [shift // of.element_size() for shift, of in zip(self._shifts, source, strict=True)]
-        return [
-            of.reshape(-1)[start : start + t.numel()].view(t.shape)
-            for t, of, start in zip(to, source, starts, strict=True)
-        ]
+        shifted = zip(to, source, self._shifts, strict=True)
+        return [of if of.shape == t.shape else _part(of, t, shift) for t, of, shift in shifted]
 
     def _fits(self, source: Sequence[Tensor]) -> bool:
         return all(map(Tensor.is_contiguous, source)) and [of.dtype for of in source] == self._dtypes
+
+
+def _part(source: Tensor, like: Tensor, shift: int) -> Tensor:
+    """What lies so many bytes behind the beginning, in one call: there may be a part for each band."""
+    flat = source if source.is_contiguous() else source.contiguous()
+    steps = (like.shape[-1], 1)[-like.dim() :]
+    return flat.as_strided(like.shape, steps, flat.storage_offset() + shift // flat.element_size())
 
 
 def _addresses(

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from zeroshard.codec import Codec, Delta, LowRank
 from zeroshard.count.crossing import Sent
 from zeroshard.count.memory import Setup
-from zeroshard.count.shapes import WIDTHS
+from zeroshard.count.shapes import WIDTHS, Bucket
 from zeroshard.count.timeline import Segment
 from zeroshard.machine import Machine
 
 # Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
 # in forward and in backward. And as sending a part to the host takes, and its share of `optimizer.step()`.
 HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 12, 4
+# Launches for each rank's piece of what travels through a codec: its code, its flags, and the decoding.
+CODED = 3
 # Parts ahead of one that lands: couriers have taken four up, of which one is half done or already leaves.
 IN_HAND = 3
 # Codecs that are slower than a copy of what they read and write, encoding and decoding: on a GPU (H200) and
@@ -129,9 +131,19 @@ def _launched(
         for number in range(2):
             launches[number] += HOOKED[number] + RECOMPUTED[number] * setup.recomputes(unit)
     launches[1] += SENT * sum(part.native for part in setup.parts)
+    if setup.reduces:
+        launches[1] += sum(_launches_to_send(bucket) for bucket in setup.buckets)
     forward, backward = (count * machine.launch for count in launches)
     inside = min(update, max(back, backward))
     return _dragged(forward, update - inside, machine.drag), _dragged(backward, inside, machine.drag)
+
+
+def _launches_to_send(bucket: Bucket) -> int:
+    """Beyond a copy for each gradient, which the rest has been timed with: more where some ranks have less of
+    it than others; and codecs take each rank's piece by itself."""
+    if isinstance(bucket.codec, Codec):
+        return CODED * bucket.pack.world
+    return max(bucket.pack.copies - len(bucket.slots), 0)
 
 
 def _dragged(seconds: float, updating: float, drag: float) -> float:

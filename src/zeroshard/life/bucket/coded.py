@@ -28,6 +28,7 @@ from zeroshard.tier.pool import Ledger
 from ..private import Private, in_wire
 from ..shard import Faces, Param
 from .desk import Desk
+from .flags import flags_on
 from .plain import Bucket
 
 
@@ -111,7 +112,7 @@ class CodedBucket(Bucket):
         route, desk, rank = self._route, self.desk, self.transport.rank
         codec, way = route.codec, route.way
         into = desk.code if self._mirrored else self.wire.mine
-        flags = torch.tensor(self.used, dtype=torch.uint8, device=into.device)
+        flags = flags_on(into.device, self.used, torch.uint8)
         for target, ((at, _), size) in enumerate(zip(way.spans, way.codes, strict=True)):
             start, numel = self._bodies[target]
             values, code = desk.values[start : start + numel], into[at : at + size]

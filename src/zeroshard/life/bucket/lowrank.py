@@ -24,6 +24,7 @@ from zeroshard.tier.pool import Ledger
 
 from ..private import Private
 from ..shard import Faces, Param
+from .flags import flags_on
 from .plain import Bucket
 
 
@@ -112,7 +113,7 @@ class LowRankBucket(Bucket):
             else:
                 matrix.copy_((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
             self.codec.begin(matrix, state, p)
-        self._users.copy_(torch.tensor(self.used))
+        self._users.copy_(flags_on(self._users.device, self.used, self._users.dtype))
 
     def reduce(self) -> Work:
         rank, world = self.transport.rank, self.pack.world

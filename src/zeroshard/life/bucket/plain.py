@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import cast
 
@@ -34,6 +34,7 @@ from zeroshard.tier.pool import Ledger
 from ..guard import Guarded
 from ..private import Private
 from ..shard import Faces, Param
+from .flags import flags_on
 from .held import HeldRows
 
 # Takes a bucket's reduced gradient (flat, this rank's rows) and which of its parameters any rank used; see
@@ -112,17 +113,32 @@ class Bucket(Guarded):
         self._flags += [rows[..., pack.body(band.start) :][..., :count] for band, rows in self._bands]
         ones = torch.ones(count, dtype=values.dtype, device=values.device)
         self._all_flags = [ones.expand(view.shape) for view in self._flags]
-        # The common case, made fast: every parameter in equal shares, so that one strided view per parameter
-        # takes its gradient.
-        self._equal: list[Tensor] | None = None
-        copied = pack.world > 1 and any(slot.split == "copy" for slot in pack.slots)
-        if self.flat or (len(self._bands) == 1 and not copied):
-            self._equal = [views[0] for views in self._targets] + self._flags
-            self._moves = Moves(self._equal, self._equal, self.params[0].leaf.device)
+        # The common case, made fast: every parameter is cut into rows, so that a strided view per parameter
+        # and band takes consecutive parts of its gradient.
+        self._parts: list[int] | None = None
+        if self.flat or pack.world == 1 or all(slot.split != "copy" for slot in pack.slots):
+            self._list_parts()
             if values.device.type == "cpu":
                 self._all_flags = [flags.contiguous() for flags in self._all_flags]
-            if self.transport.adds_here and values is self.wire.mine:
+            equal = self.flat or len(self._bands) == 1
+            if equal and self.transport.adds_here and values is self.wire.mine:
                 self._held = HeldRows(pack, self.transport.rank, values, self._flags)
+
+    def _list_parts(self) -> None:
+        """All views that are not empty, and for each the number of the gradient it takes a part of."""
+        listed = enumerate(zip(self._targets, self._starts, strict=True))
+        found = [
+            (index, view, at)
+            for index, (views, starts) in listed
+            for view, at in zip(views, starts, strict=True)
+            if view.numel() or len(views) == 1
+        ]
+        self._parts = [index for index, _, _ in found]
+        self._to = [view for _, view, _ in found] + self._flags
+        shifts = [at * self._leaves[index].element_size() for index, _, at in found] + [0] * len(self._flags)
+        self._moves = Moves(
+            self._to, self._to, self._leaves[0].device, shifts=shifts if any(shifts) else None
+        )
 
     def _make_targets(self) -> list[list[Tensor]]:
         """Where each parameter goes in the wire: one view for each band, with a row for each of its ranks."""
@@ -136,6 +152,12 @@ class Bucket(Guarded):
                 views.append(rows[..., at : at + n])
         return result
 
+    @cached_property
+    def _starts(self) -> list[list[int]]:
+        """Where what goes to each of those views begins in the gradient."""
+        slots, bands = self.pack.slots, self._bands
+        return [[0] if self.flat else [s.rows(band.start)[0] * s.row for band, _ in bands] for s in slots]
+
     def _sources(self, index: int, grad: Tensor) -> list[Tensor]:
         """What goes to those views."""
         slot, flat = self.pack.slots[index], grad.reshape(-1)
@@ -143,8 +165,7 @@ class Bucket(Guarded):
             return [flat.view(1, -1)]
         if slot.split == "copy":
             return [flat.expand_as(view) for view in self._targets[index]]
-        starts = [slot.rows(band.start)[0] * slot.row for band, _ in self._bands]
-        views = zip(self._targets[index], starts, strict=True)
+        views = zip(self._targets[index], self._starts[index], strict=True)
         return [flat[at : at + view.numel()].view(view.shape) for view, at in views]
 
     @torch.no_grad()
@@ -158,18 +179,23 @@ class Bucket(Guarded):
         grads: list[Tensor | None] = list(map(_grad, self._leaves))
         self.used = [grad is not None for grad in grads]
         everything = all(self.used)
-        if everything and self._equal is not None and not any(map(_is_sparse, grads)):
+        if everything and self._parts is not None and not any(map(_is_sparse, grads)):
             whole = cast("list[Tensor]", grads)
             held = self._held if hold else None
             if held and held.fits(whole):
                 held.fill(whole)
                 self._holding = held
             else:
-                self._moves.run(self._equal, whole + self._all_flags, "source")
+                if len(self._parts) > len(whole):
+                    whole = [grad.contiguous() for grad in whole]  # not once for each of its parts
+                self._moves.run(self._to, [whole[i] for i in self._parts] + self._all_flags, "source")
         else:
-            flags = torch.tensor(self.used, dtype=self.values.dtype, device=self.values.device)
+            flags = self._all_flags
+            if not everything:
+                ours = flags_on(self.values.device, self.used, self.values.dtype)
+                flags = [ours.expand_as(view) for view in self._flags]
             into, out_of = self._uneven_pairs(grads)
-            torch._foreach_copy_(into + self._flags, out_of + [flags.expand_as(f) for f in self._flags])
+            torch._foreach_copy_(into + self._flags, out_of + flags)
         for leaf in self._leaves:
             leaf.grad = None
 
