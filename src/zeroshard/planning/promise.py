@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from zeroshard import errors
 from zeroshard.comm import Transport
 from zeroshard.config import Options
+from zeroshard.count.balance import heaviest
 from zeroshard.count.memory import Setup
+from zeroshard.count.shapes import Rule
 from zeroshard.errors import OptionError, PlanError, ZeroShardError
 from zeroshard.machine import machine as find_machine
 from zeroshard.sizes import show_apart, show_bytes
@@ -96,7 +98,7 @@ class Wish:
     ) -> Promise | None:
         """The plan to keep to, shown by rank 0; None where nothing was asked. Every rank calls it."""
         if self.plan is not None:
-            refuse_other(self.plan, model, optimizers, transport.size)
+            refuse_other(self.plan, model, optimizers, transport.size, transport.device.type == "cuda")
             return Promise(self.plan, transport, _lasting(self.plan, model, optimizers, transport))
         if not self.asked:
             return None
@@ -150,7 +152,9 @@ def _lasting(
     return asdict((setup if placement is None else setup.placed_as(placement)).held)
 
 
-def refuse_other(plan: Plan, model: nn.Module, optimizers: list[Optimizer], world: int) -> None:
+def refuse_other(
+    plan: Plan, model: nn.Module, optimizers: list[Optimizer], world: int, gpu: bool = False
+) -> None:
     """A plan is carried out as it is, or not at all; the error lists what differs."""
     faults = [] if plan.ranks == world else [f"it is for {plan.ranks} ranks, and these are {world}"]
     mine = weights_of(model)
@@ -158,14 +162,39 @@ def refuse_other(plan: Plan, model: nn.Module, optimizers: list[Optimizer], worl
         then, now = plan.weights.get(name), mine.get(name)
         if then != now:
             faults.append(f"`{name}` is {then or 'absent'} in the plan and {now or 'absent'} in the model")
-    rules = texts_of(model, optimizers, rules_of(optimizers))
-    if plan.optimizer and plan.optimizer != rules:
+    rules = rules_of(optimizers, gpu)
+    texts = texts_of(model, optimizers, rules)
+    if plan.optimizer and plan.optimizer != texts:
         faults.append(
-            f"its optimizer is {', '.join(plan.optimizer)}, and this one {', '.join(rules) or 'none'}"
+            f"its optimizer is {', '.join(plan.optimizer)}, and this one {', '.join(texts) or 'none'}"
         )
+    if not faults:
+        faults += _heavier_step(plan, model, optimizers, rules)
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise PlanError(f"this plan is of another run: {shown}. Plan again: zs.plan(...), or limit=.")
+
+
+def _heavier_step(
+    plan: Plan, model: nn.Module, optimizers: list[Optimizer], rules: tuple[Rule, ...]
+) -> list[str]:
+    """What is wrong where the same optimizer steps in another way than the planned one, and takes more for it
+    than the plan's fullest moment has."""
+    options, chosen = Options(**plan.options()), plan.chosen
+    units = with_unused(blocks_of(model, optimizers, options.units), set(plan.unused))
+    setup, placement = heaviest(Setup(units, options, plan.ranks, rules)), chosen.placement
+    made = (setup if placement is None else setup.placed_as(placement)).update
+    kinds = chosen.kinds
+    always = sum(kinds[kind] for kind in ("parameters", "state", "gathered", "buckets", "inputs"))
+    takes = always + chosen.lasting["gradients"] + made
+    most = chosen.device - kinds.get("workspace", 0) - kinds.get("margin", 0)
+    if takes <= most:
+        return []
+    names = " and ".join(dict.fromkeys(rule.name for rule in rules))
+    fuses = all("fused" in group for optimizer in optimizers for group in optimizer.param_groups)
+    said = "the step of {} makes {} of temporaries and would take {}, and the plan has {} at its fullest"
+    told = said.format(names, show_bytes(made), *show_apart(takes, most))
+    return [told + (" (fused=True makes none)" if fuses else "")]
 
 
 class Promise:
