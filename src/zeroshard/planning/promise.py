@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zeroshard import errors
 from zeroshard.comm import Transport
@@ -31,7 +32,7 @@ from zeroshard.stats import Stats
 from zeroshard.tier.pool import Ledger
 
 from .answer import PlanKeys, Site, check_asked, check_nodes, inquiry_for, machine_of, take_asked
-from .blueprint import blocks_of, rules_of, texts_of, weights_of, with_unused
+from .blueprint import blocks_of, numel_of, rules_of, shape_text, texts_of, weights_of, with_unused
 from .measure import here, link_between
 from .plan import Plan
 
@@ -340,6 +341,21 @@ class Promise:
                     *show_apart(actual, planned),
                     self._cause(kind),
                 )
+
+    def entered(self, inputs: Any) -> None:
+        """Before a forward: say once that its inputs are larger than those that were planned with."""
+        planned = self.plan.batch
+        if "inputs" in self._told or not planned:
+            return
+        now = [shape_text(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        if sum(map(numel_of, now)) > sum(map(numel_of, planned)):
+            self._told.add("inputs")
+            log.warning(
+                "rank %d drifts over its plan: inputs are %s, planned were %s, so that activations take more "
+                "too",
+                self._rank,
+                *(", ".join(texts) for texts in (now, planned)),
+            )
 
     def _cause(self, kind: str) -> str:
         if self.plan.unused and kind in ("gradients", "state", "host"):
