@@ -225,8 +225,8 @@ class Options:
         if "ranks" in given:
             raise OptionError(
                 "shard() has no option 'ranks': it takes the processes that there are (group=). Start them "
-                f"with `zeroshard run --ranks {given['ranks']} script.py`; zs.plan(..., ranks={given['ranks']}) "
-                "says what they would need."
+                f"with `zeroshard run --ranks {given['ranks']} script.py`; zs.plan(..., "
+                f"ranks={given['ranks']}) says what they would need."
             )
         for name in given:
             if name not in known:
