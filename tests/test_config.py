@@ -128,6 +128,10 @@ def test_a_stage_is_three_booleans(stage: int, sharded: tuple[bool, bool, bool])
         ({"stage": 4}, r"stage=4 is not one of 0, 1, 2, 3"),
         ({"stage": True}, r"stage=True is not one of"),
         ({"stage": "3"}, r"stage='3' is not one of"),
+        (
+            {"ranks": 4},
+            r"shard\(\) has no option 'ranks': it takes .* run --ranks 4 .*plan\(\.\.\., ranks=4\) says",
+        ),
         ({"stgae": 3}, r"shard\(\) has no option 'stgae'\. Did you mean \"stage\"\? Known: stage, precision"),
         ({"precision": "int8"}, r"precision='int8' is not a floating dtype; choose one of"),
         ({"precision": 16}, r"precision=16 must be a Precision, or one of bf16, fp16, fp32"),

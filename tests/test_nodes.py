@@ -201,6 +201,15 @@ def test_topologies() -> None:
     assert "of its own" in str(by_count(4, 1).why_not_two_levels())
     with pytest.raises(zs.OptionError, match="does not divide the 4 ranks"):
         by_count(4, 3)
+    with pytest.raises(zs.OptionError, match="ranks_per_node=8 and only 4 ranks: drop it, or start as many"):
+        by_count(4, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": "1GiB"}])
+def test_one_rank_is_no_node_of_several(options: dict[str, Any]) -> None:
+    assert "ranks_per_node=2 and only 1 rank: drop it, or start" in refused({"ranks_per_node": 2, **options})
+    model = models.build("mlp")
+    zs.shard(model, torch.optim.SGD(model.parameters()), ranks_per_node=1, **options).close()
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,26 @@ def test_a_plan_is_repeated_or_refused(tmp_path: Any) -> None:
         zs.shard(model, optimizer, plan=zs.Plan.from_json(json.dumps(told)))
 
 
+def test_a_plan_is_not_repeated_with_a_step_that_takes_more() -> None:
+    """A fused step makes no temporaries. One that does is taken where the plan has room for them."""
+    model = nn.Linear(512, 512)
+
+    def optimizer(**way: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **way)
+
+    fused = zs.plan(model, optimizer(fused=True), ranks=1, limit="1GiB", offload=None)
+    said = r"the step of AdamW makes 1.0 MiB of temporaries and would take 5.0 MiB, and the plan has"
+    with pytest.raises(zs.PlanError, match=said + r" 4.0 MiB at its fullest \(fused=True makes none\)"):
+        zs.shard(model, optimizer(foreach=True), plan=fused)
+    with pytest.raises(zs.PlanError, match=r"the step of AdamW makes"):
+        zs.shard(model, optimizer(foreach=False), plan=fused)
+    roomy = zs.plan(model, optimizer(fused=True), ranks=1, limit="1GiB", batch=torch.zeros(4096, 512))
+    away = zs.plan(model, optimizer(fused=True), ranks=1, limit="1GiB", offload=zs.Offload(), clip_norm=1.0)
+    for plan in (fused, roomy, away, zs.plan(model, optimizer(foreach=True), ranks=1, limit="1GiB")):
+        way = {"fused": True} if plan is fused else {"foreach": True}
+        zs.shard(model, optimizer(**way), plan=plan).close()
+
+
 def test_a_node_is_a_limit() -> None:
     """On the CPU device and host tier are one memory: what is moved from one to the other frees nothing."""
     model, optimizer, batch = case("gpt")

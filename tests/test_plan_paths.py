@@ -82,7 +82,28 @@ def through(*numbers: int) -> Callable[[Model, Tensor], Tensor]:
     return path
 
 
-PATHS: dict[str, Callable[[bool], Model]] = {
+class Layers(nn.Module):
+    """The first layer's weight is not wanted again: its input has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def frozen(count: int) -> Model:
+    """Backward comes to the last blocks alone."""
+    model = Model(through(*range(6)))
+    for module in (model.stem, *model.blocks[:count]):
+        module.requires_grad_(False)
+    return model
+
+
+PATHS: dict[str, Callable[[bool], nn.Module]] = {
     "concatenated": lambda keeps: Model(concatenated, keeps, BLOCKS),
     "weighed": lambda keeps: Model(weighed, keeps),
     "averaged": lambda keeps: Model(averaged, keeps),
@@ -93,6 +114,9 @@ PATHS: dict[str, Callable[[bool], Model]] = {
     "one five times": lambda keeps: Model(through(0, 0, 0, 0, 0, 1, 2, 3, 4, 5), keeps),
     "backwards": lambda keeps: Model(through(*reversed(range(6))), keeps),
     "mixed": lambda keeps: Model(through(3, 0, 4, 1, 3, 5, 2, 0), keeps),
+    "four frozen": lambda _: frozen(4),
+    "all frozen": lambda _: frozen(6),
+    "layers": lambda _: Layers(),
     "some": lambda keeps: Model(through(4, 1, 5), keeps),
 }
 
@@ -105,11 +129,16 @@ def planned_and_real(path: str, keeps: bool, options: dict[str, Any]) -> dict[st
     run = zs.shard(model, optimizer, limit=2**30, batch=batch, offload=None, **options)
     assert run.plan is not None
     device, _ = measured_step(run, model, optimizer, batch)
+    before = run.stats()
     model(batch).backward()
     stats = run.stats()
     run.close()
     found = {kind: (stats.planned[kind], stats.live[kind]) for kind in ON_DEVICE}
-    return found | {"device": (run.plan.chosen.device, device + batch.nbytes)}
+    sent = (stats - before).sent.get("gather", 0)
+    return found | {
+        "device": (run.plan.chosen.device, device + batch.nbytes),
+        "sent": (run.plan.chosen.sent.get("gather", 0), sent),
+    }
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -136,8 +165,9 @@ def test_what_is_gathered_ahead_was_planned(path: str, recompute: bool) -> None:
     for ahead in (1, 2):
         options = {"stage": 3, "transport": "gloo", "prefetch": ahead, "recompute": recompute}
         for found in ranks(2).run(planned_and_real, path, False, options):
-            planned, real = found["gathered"]
-            assert planned == real, ahead
+            for kind in ("gathered", "sent"):
+                planned, real = found[kind]
+                assert planned == real, (kind, ahead)
 
 
 def traces(path: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,23 @@ def test_searches_of_the_command(
     assert said in capsys.readouterr().err
     assert cli.main([*given[:5], "--ranks", "2", "--search", "model"]) == 1
     assert "needs --vary NAME=LOW:HIGH" in capsys.readouterr().err
+
+
+def test_a_search_without_end_says_where_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask: dict[str, Any] = {"ranks": 1, "limit": "1MiB", "offload": None}
+    said = (
+        r"not even size 2, the smallest to try, fits: no plan fits 1\.0 MiB per device: the smallest \(stage"
+    )
+    with pytest.raises(zs.PlanError, match=said):
+        search.largest_model(tower, low=2, **ask)
+    with pytest.raises(zs.PlanError, match="not even a micro-batch of 1 row fits: no plan fits"):
+        search.largest_batch(on_meta(2), batch=torch.zeros(4, 256), **ask)
+    script = tmp_path / "towers.py"
+    script.write_text(
+        "import torch\n"
+        "def build(layers):\n"
+        "    return torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(layers)))\n"
+    )
+    given = ["plan", f"{script}:build", "--device", "1MiB", "--ranks", "1", "--no-offload"]
+    assert cli.main([*given, "--search", "model", "--vary", "layers=3:9"]) == 1
+    assert "not even layers=3, the smallest to try, fits: no plan fits 1.0 MiB" in capsys.readouterr().err

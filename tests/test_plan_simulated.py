@@ -218,6 +218,22 @@ def test_recomputation_gathers_no_unit_more(biases: bool, prefetch: int) -> None
     assert live <= units[0].numel * 4 + (1 + prefetch) * (largest + 1024)
 
 
+def test_simulated_ranks_are_on_nodes() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run = zs.shard(model, optimizer, stage=2, ranks_per_node=2)
+        model(torch.ones(1, 64)).sum().backward()
+        stats = run.stats()
+        assert stats.between["reduce"] * 3 == stats.sent["reduce"] * 2 > 0
+        run._hooks.remove()
+        with pytest.raises(zs.OptionError, match="ranks_per_node=3 does not divide the 4 ranks"):
+            zs.shard(torch.nn.Linear(4, 4), ranks_per_node=3)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_rows_that_are_no_chunks_are_not_put_together_wrongly() -> None:
     """`DTensor` knows even chunks only."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)

@@ -209,7 +209,7 @@ class Run(Kept):
         self._promise = promise
         if promise is not None:
             promise.watch(runtime.ledger, self._measured)
-            hooks.after_step = promise.stepped
+            hooks.after_step, hooks.on_inputs = promise.stepped, promise.entered
 
     @property
     def plan(self) -> Plan | None:

@@ -222,6 +222,12 @@ class Options:
     def of(cls, given: dict[str, Any]) -> Options:
         """Options from keyword arguments; an unknown name is an error that offers the nearest one."""
         known = [f.name for f in fields(cls)]
+        if "ranks" in given:
+            raise OptionError(
+                "shard() has no option 'ranks': it takes the processes that there are (group=). Start them "
+                f"with `zeroshard run --ranks {given['ranks']} script.py`; zs.plan(..., "
+                f"ranks={given['ranks']}) says what they would need."
+            )
         for name in given:
             if name not in known:
                 raise OptionError(

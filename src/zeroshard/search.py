@@ -60,7 +60,7 @@ def largest_batch(
     def ask(rows: int) -> Inquiry:
         return inquire(model, optimizer, ranks=ranks, **(asked | {"batch": with_rows(batch, rows)}))
 
-    return _largest("largest micro-batch", ask, 1, MOST_ROWS)
+    return _largest("largest micro-batch", ask, 1, MOST_ROWS, "a micro-batch of 1 row")
 
 
 def largest_model(
@@ -87,7 +87,7 @@ def largest_model(
             model = build(size)
         return inquire(model, ranks=ranks, **asked)
 
-    return _largest("largest size", ask, low, high)
+    return _largest("largest size", ask, low, high, f"size {low:,}, the smallest to try,")
 
 
 def fewest_ranks(
@@ -132,9 +132,13 @@ def _nowhere(most: int, at: Callable[[int], Question]) -> str:
     return f"nothing up to {most:,} ranks is enough. On {nearest}, {refusal(at(ranks), made[ranks])}"
 
 
-def _largest(what: str, ask: Callable[[int], Inquiry], low: int, high: int) -> Found:
+def _largest(what: str, ask: Callable[[int], Inquiry], low: int, high: int, least: str) -> Found:
+    """`least`: what `low` is, in words."""
     if not fitting(ask(low).question):
-        ask(low).plan()  # raises, with the reasons
+        try:
+            ask(low).plan()
+        except PlanError as error:
+            raise PlanError(f"not even {least} fits: {error}") from error
     good, bad = low, min(2 * low, high)
     while bad < high and fitting(ask(bad).question):
         good, bad = bad, min(2 * bad, high)

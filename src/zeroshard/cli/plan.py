@@ -220,9 +220,12 @@ def _searched(
         given = {key: value for key, value in asked.items() if key != "batch"}
         batch = asked.get("batch") or spec.build(values | {name: low})[1]
         _check_varies(spec, values, name, low, high)
-        found = search.largest_model(
-            lambda size: spec.build(values | {name: size})[0], low=low, high=high, batch=batch, **given
-        )
+        try:
+            found = search.largest_model(
+                lambda size: spec.build(values | {name: size})[0], low=low, high=high, batch=batch, **given
+            )
+        except PlanError as error:
+            raise PlanError(str(error).replace(f"even size {low:,}", f"even {name}={low}", 1)) from error
         values[name] = found.value
         return f"Largest {name}: {found.value:,}{'' if not found.bounded else ', the largest tried'}", asked
     model, batch = spec.build(values)

@@ -69,16 +69,19 @@ def connect(
         raise error
     if not (dist.is_available() and dist.is_initialized()):
         if transport in ("auto", "local"):
-            return LocalTransport(device)
+            return _alone(device, ranks_per_node)
         raise OptionError(
             f"transport {transport!r} needs a process group and there is none: start with "
             "`zeroshard run --ranks N script.py` or torchrun, or call torch.distributed.init_process_group()"
         )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1 and transport in ("auto", "local"):
-        return LocalTransport(device)
+        return _alone(device, ranks_per_node)
     if dist.get_backend(group) == "fake":
-        return SimulatedTransport(rank, size, device)
+        simulated = SimulatedTransport(rank, size, device)
+        if ranks_per_node is not None:
+            simulated.place(by_count(size, ranks_per_node).nodes)
+        return simulated
     meeting, watch = _meeting(group, timeout)
     store = meeting.store
     here = _here(device, transport, ranks_per_node, group)
@@ -91,6 +94,13 @@ def connect(
     made = _flat(chosen, transport == "auto", store, device, timeout, group, watch)
     made.place(topology.nodes)
     return made
+
+
+def _alone(device: torch.device, ranks_per_node: int | None) -> Transport:
+    """One rank, on a node of one."""
+    if ranks_per_node is not None:
+        by_count(1, ranks_per_node)
+    return LocalTransport(device)
 
 
 def refuse(error: Exception, group: dist.ProcessGroup | None = None) -> None:

@@ -50,6 +50,11 @@ def by_host(hosts: Sequence[Hashable]) -> Topology:
 
 def by_count(size: int, ranks_per_node: int) -> Topology:
     """As if every `ranks_per_node` ranks were on a node."""
+    if ranks_per_node > size:
+        raise OptionError(
+            f"ranks_per_node={ranks_per_node} and only {size} {'rank' if size == 1 else 'ranks'}: drop it, "
+            "or start as many with `zeroshard run --ranks N script.py`."
+        )
     if size % ranks_per_node:
         raise OptionError(
             f"ranks_per_node={ranks_per_node} does not divide the {size} ranks: every node must have as many."

@@ -8,11 +8,13 @@ node. An exchange in two levels (`transport="nodes"`, `node_cache=True`) sends (
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from zeroshard.codec import Codec, LowRank
 
 from .division import Division
+from .lending import times_gathered
 from .shapes import WIDTHS, Bucket, Bundle
 
 
@@ -70,18 +72,14 @@ def sent_by_rank(setup: Division, ranks_per_node: int | None = None, passes: int
             sent.add("reduce", _travels(bucket, bucket.landed), isinstance(bucket.codec, Codec))
     if setup.options.stage == 0:
         return sent
-    # These stay gathered between forward and backward.
-    ends = {unit.name for unit in (setup.units[0], *setup.units[-1 - setup.ahead :])}
+    times = Counter[str]() if setup.resident else times_gathered(setup.lends, setup.ahead, setup.course)
     for bundle in setup.bundles:
-        size, kept = _gathered(setup, bundle), setup.keeps(bundle)
-        if kept:
+        size = _gathered(setup, bundle)
+        if setup.keeps(bundle):
             sent.add("publish", size)
             continue
-        again = not setup.changes(bundle)
-        for number in range(passes if again else 1):
+        for number in range(1 if setup.changes(bundle) else passes * times[bundle.unit]):
             sent.add("gather", size, cached=setup.options.node_cache and number > 0)
-            if again and bundle.unit not in ends:
-                sent.add("gather", size, cached=setup.options.node_cache)
     return sent
 
 

@@ -14,7 +14,7 @@ from zeroshard.policy import Local, choices_of, delays
 from zeroshard.routes import bucket_limit, codec_for, gather_codec
 
 from .layout import ALIGN, Slot, aligned, buckets, slots_by_name, stretches
-from .lending import Course, Visit, small_units
+from .lending import Course, Sizes, Visit, small_units
 from .placement import Place, Placement, Rest
 from .shapes import BLOCK, ROOT, WIDTHS, Block, Bucket, Bundle, Part, Rule, Weight
 from .wires import HELD_BYTES, Sort
@@ -161,6 +161,15 @@ class Division(ABC):
     def course(self) -> Course:
         frozen = frozenset(u.name for u in self.units if not any(w.trainable for w in u.weights))
         return Course(self.visits, self.waiting, frozen, self._recomputed)
+
+    @property
+    def lends(self) -> dict[str, Sizes]:
+        """By unit, the buffers that it is gathered into; none where it is always whole."""
+        sizes = {unit.name: Sizes() for unit in self.units}
+        for bundle in self.bundles:
+            if not self.keeps(bundle):
+                sizes[bundle.unit][bundle.full, bundle.compute] += 1
+        return sizes
 
     def state_rest(self, bundle: Bundle) -> Rest:
         return self.place(bundle).optimizer

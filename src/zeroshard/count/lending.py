@@ -25,11 +25,13 @@ SMALL_ROOM = 4 * 2**20  # bytes of all that stay whole
 
 @dataclass(frozen=True)
 class Visit:
-    """A stretch of forward in a unit: `entered` and `needs` as of a `Segment`."""
+    """A stretch of forward in a unit: `entered` and `needs` as of a `Segment`; `reached`: whether backward
+    comes to it."""
 
     unit: str
     entered: int = 0
     needs: tuple[str, ...] = ()
+    reached: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ def most_lent(
     return lending.most
 
 
+def times_gathered(sizes: Mapping[str, Sizes], ahead: int, course: Course) -> Counter[str]:
+    """How often a step gathers each unit; `sizes` as of `most_lent`."""
+    lending = _Lending(sizes, {name: Sizes() for name in sizes}, ahead, course)
+    lending.forward()
+    lending.backward()
+    return lending.lent.times
+
+
 class _Lending:
     """One step, as `runtime` makes it."""
 
@@ -104,8 +114,8 @@ class _Lending:
 
     def backward(self) -> None:
         for visit in reversed(self._visits):
-            needs = visit.needs
-            if visit.unit in self._course.recomputed and self._sizes[visit.unit]:
+            needs = visit.needs if visit.reached else ()
+            if visit.reached and visit.unit in self._course.recomputed and self._sizes[visit.unit]:
                 self._make_room(visit.unit, done=True)
                 self._fetch(visit.unit, -1)
                 needs = needs or (visit.unit,)  # nothing was saved of what is computed again
@@ -148,11 +158,13 @@ class _Held:
 
     def __init__(self, sizes: Mapping[str, Sizes], most: Sizes) -> None:
         self.names: set[str] = set()
+        self.times = Counter[str]()  # by name, how often it was taken
         self._sizes, self._most, self._now = sizes, most, Sizes()
 
     def take(self, name: str) -> None:
         if name not in self.names:
             self.names.add(name)
+            self.times[name] += 1
             self._now.update(self._sizes[name])
             for key in self._sizes[name]:
                 self._most[key] = max(self._most[key], self._now[key])

@@ -244,12 +244,9 @@ def _moments(setup: Setup, host: bool) -> Counter[str]:
 
 def gathered(setup: Setup) -> int:
     """Bytes of the pool's buffers after a training step; see `lending`."""
-    sizes = {unit.name: Sizes() for unit in setup.units}
     stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
     changes = list[int]()
     for bundle in setup.bundles:
-        if not setup.keeps(bundle):
-            sizes[bundle.unit][bundle.full, bundle.compute] += 1
         if setup.codes(bundle):
             ranks = range(setup.world)
             stage = sum(setup.code_bytes(bundle, r) for r in ranks)
@@ -259,7 +256,7 @@ def gathered(setup: Setup) -> int:
                 stages[bundle.unit][stage, "uint8"] += 1
             scratches.add(max(bundle.body(rank) for rank in ranks))
     at_once = setup.overlaps and setup.resident  # all are published at once
-    most = most_lent(sizes, stages, setup.ahead, at_once, setup.course)
+    most = most_lent(setup.lends, stages, setup.ahead, at_once, setup.course)
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
     # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
     arriving = sum(changes if setup.overlaps else set(changes))

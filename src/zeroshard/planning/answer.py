@@ -267,14 +267,19 @@ def _half(traces: Traces, batch: Any, resting: int) -> Half | None:
 
 
 def _learnt(question: Question, may_recompute: bool) -> Question:
-    """The question with what one trace tells: which weights get no gradient, in which order units compute if
-    not in that of registration, and, where that `may` be chosen, whether units can be recomputed."""
+    """The question with what one trace tells: which weights get no gradient; in which order units compute,
+    and which of them backward wants again, if it is not that of registration and all; and, where that `may`
+    be chosen, whether units can be recomputed."""
     asked = next(question.by_precision())
     segments = asked.segments(asked.way(asked.stages[0], recompute=asked.recomputes[0]))
     used = {name for segment in segments for name in segment.order}
     trainable = {w.name for unit in question.units for w in unit.weights if w.trainable}
-    visits = tuple(Visit(s.unit, s.entered, s.needs) for s in segments if s.entered or s.needs)
-    if [visit.unit for visit in visits if visit.entered] == list(question.names):
+    visits = tuple(
+        Visit(s.unit, s.entered, s.needs, bool(s.levels)) for s in segments if s.entered or s.needs
+    )
+    entered = [visit for visit in visits if visit.entered]
+    chain = [visit.unit for visit in entered] == list(question.names)
+    if chain and all(visit.reached and visit.needs for visit in entered):
         visits = ()
     made = replace(question, units=with_unused(question.units, trainable - used), visits=visits)
     if may_recompute and True in made.recomputes and any(segment.spoils for segment in segments):

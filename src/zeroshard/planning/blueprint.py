@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -33,6 +34,15 @@ def weights_of(model: nn.Module) -> dict[str, str]:
 
 def shape_text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def numel_of(text: str) -> int:
+    """The elements of a tensor, of its `shape_text`.
+
+    >>> numel_of("int64 (4, 128)")
+    512
+    """
+    return math.prod(map(int, re.findall(r"\d+", text.partition("(")[2])))
 
 
 def blocks_of(

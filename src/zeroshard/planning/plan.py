@@ -157,7 +157,7 @@ class Plan:
             data["chosen"] = Candidate(**data["chosen"])
             data["candidates"] = tuple(Candidate(**candidate) for candidate in data["candidates"])
             data["visits"] = tuple(
-                Visit(one["unit"], one["entered"], tuple(one["needs"])) for one in data.get("visits", ())
+                Visit(**(one | {"needs": tuple(one["needs"])})) for one in data.get("visits", ())
             )
             for name in ("reasons", "optimizer", "batch", "unused"):
                 data[name] = tuple(data.get(name, ()))

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zeroshard import errors
 from zeroshard.comm import Transport
 from zeroshard.config import Options
+from zeroshard.count.balance import heaviest
 from zeroshard.count.memory import Setup
+from zeroshard.count.shapes import Rule
 from zeroshard.errors import OptionError, PlanError, ZeroShardError
 from zeroshard.machine import machine as find_machine
 from zeroshard.sizes import show_apart, show_bytes
@@ -29,7 +32,7 @@ from zeroshard.stats import Stats
 from zeroshard.tier.pool import Ledger
 
 from .answer import PlanKeys, Site, check_asked, check_nodes, inquiry_for, machine_of, take_asked
-from .blueprint import blocks_of, rules_of, texts_of, weights_of, with_unused
+from .blueprint import blocks_of, numel_of, rules_of, shape_text, texts_of, weights_of, with_unused
 from .measure import here, link_between
 from .plan import Plan
 
@@ -96,7 +99,7 @@ class Wish:
     ) -> Promise | None:
         """The plan to keep to, shown by rank 0; None where nothing was asked. Every rank calls it."""
         if self.plan is not None:
-            refuse_other(self.plan, model, optimizers, transport.size)
+            refuse_other(self.plan, model, optimizers, transport.size, transport.device.type == "cuda")
             return Promise(self.plan, transport, _lasting(self.plan, model, optimizers, transport))
         if not self.asked:
             return None
@@ -150,7 +153,9 @@ def _lasting(
     return asdict((setup if placement is None else setup.placed_as(placement)).held)
 
 
-def refuse_other(plan: Plan, model: nn.Module, optimizers: list[Optimizer], world: int) -> None:
+def refuse_other(
+    plan: Plan, model: nn.Module, optimizers: list[Optimizer], world: int, gpu: bool = False
+) -> None:
     """A plan is carried out as it is, or not at all; the error lists what differs."""
     faults = [] if plan.ranks == world else [f"it is for {plan.ranks} ranks, and these are {world}"]
     mine = weights_of(model)
@@ -158,14 +163,39 @@ def refuse_other(plan: Plan, model: nn.Module, optimizers: list[Optimizer], worl
         then, now = plan.weights.get(name), mine.get(name)
         if then != now:
             faults.append(f"`{name}` is {then or 'absent'} in the plan and {now or 'absent'} in the model")
-    rules = texts_of(model, optimizers, rules_of(optimizers))
-    if plan.optimizer and plan.optimizer != rules:
+    rules = rules_of(optimizers, gpu)
+    texts = texts_of(model, optimizers, rules)
+    if plan.optimizer and plan.optimizer != texts:
         faults.append(
-            f"its optimizer is {', '.join(plan.optimizer)}, and this one {', '.join(rules) or 'none'}"
+            f"its optimizer is {', '.join(plan.optimizer)}, and this one {', '.join(texts) or 'none'}"
         )
+    if not faults:
+        faults += _heavier_step(plan, model, optimizers, rules)
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise PlanError(f"this plan is of another run: {shown}. Plan again: zs.plan(...), or limit=.")
+
+
+def _heavier_step(
+    plan: Plan, model: nn.Module, optimizers: list[Optimizer], rules: tuple[Rule, ...]
+) -> list[str]:
+    """What is wrong where the same optimizer steps in another way than the planned one, and takes more for it
+    than the plan's fullest moment has."""
+    options, chosen = Options(**plan.options()), plan.chosen
+    units = with_unused(blocks_of(model, optimizers, options.units), set(plan.unused))
+    setup, placement = heaviest(Setup(units, options, plan.ranks, rules)), chosen.placement
+    made = (setup if placement is None else setup.placed_as(placement)).update
+    kinds = chosen.kinds
+    always = sum(kinds[kind] for kind in ("parameters", "state", "gathered", "buckets", "inputs"))
+    takes = always + chosen.lasting["gradients"] + made
+    most = chosen.device - kinds.get("workspace", 0) - kinds.get("margin", 0)
+    if takes <= most:
+        return []
+    names = " and ".join(dict.fromkeys(rule.name for rule in rules))
+    fuses = all("fused" in group for optimizer in optimizers for group in optimizer.param_groups)
+    said = "the step of {} makes {} of temporaries and would take {}, and the plan has {} at its fullest"
+    told = said.format(names, show_bytes(made), *show_apart(takes, most))
+    return [told + (" (fused=True makes none)" if fuses else "")]
 
 
 class Promise:
@@ -311,6 +341,21 @@ class Promise:
                     *show_apart(actual, planned),
                     self._cause(kind),
                 )
+
+    def entered(self, inputs: Any) -> None:
+        """Before a forward: say once that its inputs are larger than those that were planned with."""
+        planned = self.plan.batch
+        if "inputs" in self._told or not planned:
+            return
+        now = [shape_text(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        if sum(map(numel_of, now)) > sum(map(numel_of, planned)):
+            self._told.add("inputs")
+            log.warning(
+                "rank %d drifts over its plan: inputs are %s, planned were %s, so that activations take more "
+                "too",
+                self._rank,
+                *(", ".join(texts) for texts in (now, planned)),
+            )
 
     def _cause(self, kind: str) -> str:
         if self.plan.unused and kind in ("gradients", "state", "host"):

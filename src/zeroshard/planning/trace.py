@@ -253,8 +253,9 @@ class Tracer:
         )
 
     def _compute(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.recompute(name):
-            return plain(*args, **kwargs)
+        tensors = tree_flatten((args, kwargs))[0] + list(self._modules[name].parameters())
+        if not self.recompute(name) or not any(getattr(x, "requires_grad", False) for x in tensors):
+            return plain(*args, **kwargs)  # without a backward, a checkpoint keeps nothing either
         return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def _hook(self, outputs: list[Any]) -> None:

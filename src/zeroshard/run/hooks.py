@@ -52,6 +52,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, and what stood there before
         self.after_step: Callable[[], None] | None = None
+        self.on_inputs: Callable[[Any], None] | None = None  # of forwards that a backward may follow
 
     def install(self, recompute: list[str]) -> None:
         widening = Widening(self.runtime.options.precision)
@@ -171,7 +172,7 @@ class Hooks:
 
     def _on_root(self) -> None:
         """At the root: cast the inputs, keep buffers in step, and notice a coming backward."""
-        runtime, precision = self.runtime, self.runtime.options.precision
+        runtime, precision, hooks = self.runtime, self.runtime.options.precision, self
         compute = getattr(torch, precision.compute) if precision is not None else None
         late = LateHooks(runtime.faces, runtime.params, runtime.transport.size)
 
@@ -179,6 +180,8 @@ class Hooks:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if runtime.supply.stale:  # once a step
                 late.refuse()
+            if hooks.on_inputs is not None and torch.is_grad_enabled():
+                hooks.on_inputs((args, kwargs))
             together = runtime.sync and not runtime.pace.apart
             if runtime.buffers and together and module.training and torch.is_grad_enabled():
                 with torch.no_grad():
