@@ -13,7 +13,7 @@ from zeroshard.machine import machine
 from zeroshard.planning import pricing
 from zeroshard.planning.plan import Candidate
 from zeroshard.planning.planner import price
-from zeroshard.planning.pricing import HOOKED, SENT, STEPPED
+from zeroshard.planning.pricing import GATHERED, HOOKED, SENT, STEPPED
 from zeroshard.planning.question import Question
 
 
@@ -84,6 +84,31 @@ def test_the_device_updates_its_own_while_the_host_updates() -> None:
     assert later.step == pytest.approx(slow.step)
     fast, behind = priced(1e15, 1e12), priced(1e15, 1e10)
     assert behind.step - fast.step == pytest.approx(behind.seconds["update"] - fast.seconds["update"])
+
+
+def test_gathers_take_python_s_time() -> None:
+    """All of them before forward where parameters stay; else one before it, and all in each pass."""
+
+    def python(stage: int, world: int) -> tuple[float, float]:
+        asked = question(1000, machine=machine("H100", launch=1e-6), world=world)
+        # The device is slower.
+        work = {"flops": 10**13, "back": 3 * 10**13, "kernels": 30, "kernels_back": 30}
+        segments = tuple(Segment(unit.name, **work) for unit in asked.units)
+        told = price(asked, dataclasses.replace(asked.options, stage=stage), segments)
+        free = dataclasses.replace(asked, machine=dataclasses.replace(asked.machine, launch=0.0))
+        bare = price(free, dataclasses.replace(asked.options, stage=stage), segments)
+        return told.step - bare.step, told.seconds["interpreter"]
+
+    asked = question(1000, world=8)
+    bundles = len(asked.setup(dataclasses.replace(asked.options, stage=1)).bundles)
+    small = len(asked.setup(dataclasses.replace(asked.options, stage=3)).small)
+    assert bundles > small
+    each = GATHERED * 1e-6
+    (_, alone), (_, none) = python(3, 1), python(0, 8)
+    assert none == pytest.approx(alone)
+    assert python(1, 8) == pytest.approx((bundles * each, alone + bundles * each))
+    apart = bundles - small
+    assert python(3, 8) == pytest.approx(((small + 1) * each, alone + (small + 1 + 2 * apart) * each))
 
 
 def test_an_update_takes_what_was_measured_of_it() -> None:

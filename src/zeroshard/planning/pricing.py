@@ -16,6 +16,8 @@ from zeroshard.machine import Machine
 # Launches that take Python as long as our hooks on a unit take, and as a checkpoint takes beside its kernels:
 # in forward and in backward. And as sending a part to the host takes, and its share of `optimizer.step()`.
 HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 12, 4
+# And as one gather takes.
+GATHERED = 14
 # Launches for each rank's piece of what travels through a codec: its code, its flags, and the decoding.
 CODED = 3
 # Parts ahead of one that lands: couriers have taken four up, of which one is half done or already leaves.
@@ -85,10 +87,12 @@ def seconds_of(setup: Setup, segments: Sequence[Segment], machine: Machine, sent
         # Backward is over when the norm is known: the device has nothing to do until the step has been. The
         # host updates meanwhile.
         stepped = STEPPED * machine.launch * sum(part.native for part in setup.parts)
-        parts["interpreter"] = sum(launched) + stepped
+        first = _gathered_first(setup) * GATHERED * machine.launch
+        parts["interpreter"] = sum(launched) + stepped + first
         awaited = max(awaited, stepped)
         # The device waits for Python in each pass that it is faster in, and makes up for it in no other.
-        beside["compute"] += sum(max(late - work, 0.0) for late, work in zip(launched, computed, strict=True))
+        late = sum(max(late - work, 0.0) for late, work in zip(launched, computed, strict=True))
+        beside["compute"] += late + first
     beside["compute"] += awaited
     return Seconds(parts, max(beside.values()) + alone + last)
 
@@ -131,11 +135,21 @@ def _launched(
         for number in range(2):
             launches[number] += HOOKED[number] + RECOMPUTED[number] * setup.recomputes(unit)
     launches[1] += SENT * sum(part.native for part in setup.parts)
+    if setup.world > 1:
+        launches = [count + GATHERED * sum(not setup.keeps(b) for b in setup.bundles) for count in launches]
     if setup.reduces:
         launches[1] += sum(_launches_to_send(bucket) for bucket in setup.buckets)
     forward, backward = (count * machine.launch for count in launches)
     inside = min(update, max(back, backward))
     return _dragged(forward, update - inside, machine.drag), _dragged(backward, inside, machine.drag)
+
+
+def _gathered_first(setup: Setup) -> int:
+    """Gathers that are called before the device has anything to compute: of all that stays there, which a step
+    has made stale, and of what the first unit needs."""
+    if setup.world == 1 or setup.options.stage == 0:
+        return 0
+    return sum(setup.keeps(bundle) for bundle in setup.bundles) + (not setup.resident)
 
 
 def _launches_to_send(bucket: Bucket) -> int:
