@@ -145,7 +145,7 @@ def _launched(
 
 
 def _gathered_first(setup: Setup) -> int:
-    """Gathers that are called before the device has anything to compute: of all that stays there, which a step
+    """Gathers that are called before the device has anything to do: of all that stays there, which a step
     has made stale, and of what the first unit needs."""
     if setup.world == 1 or setup.options.stage == 0:
         return 0
