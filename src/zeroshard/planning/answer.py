@@ -244,7 +244,7 @@ def inquiry_for(
     if inputs is not None:
         traces = Traces(question, model, inputs, wanted.get("loss"))
         question = replace(question, trace=traces, half=_half(traces, batch, resting))
-        question = _learnt(question, "recompute" not in given)
+        question = replace(_learnt(question, "recompute" not in given), bounded=traces.bounded)
     if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
         raise OptionError("disk_limit= needs disk_path=, a folder on that disk.")
     return Inquiry(

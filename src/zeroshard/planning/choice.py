@@ -17,6 +17,10 @@ from .planner import FILLING, all_candidates, family, price
 from .question import Question, placing_of
 
 EQUAL = 1.01  # two plans whose estimates are this close are equally fast
+BOUNDED = (
+    "Where values decide how many rows there are (masks, routed tokens), all count each time: activations "
+    "and times are upper bounds."
+)
 
 
 def choose(question: Question) -> Plan:
@@ -73,6 +77,8 @@ def reasons(
         yield f"Lean: buckets of {small}, units gathered {chosen.settings['prefetch']} ahead."
     if question.trace is None:
         yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
+    if question.bounded:
+        yield BOUNDED
     if question.unused:
         names, more = question.unused, len(question.unused) - 1
         which = f"`{names[0]}`" + (f" and {more:,} more parameters get" if more else " gets")
@@ -116,6 +122,7 @@ def refusal(question: Question, candidates: Sequence[Candidate]) -> str:
     return (
         f"no plan fits {has} per {whose}: the smallest ({least.label}) needs "
         f"{needs} at {least.where} ({parts}). {_advice(question, least, candidates)}"
+        + (f" {BOUNDED}" if question.bounded else "")
     )
 
 

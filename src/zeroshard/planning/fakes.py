@@ -27,12 +27,31 @@ def unread_masks() -> Iterator[None]:
         module._detect_is_causal_mask = own
 
 
+class _Largest(FakeTensorMode):
+    """Where values decide how many elements a result has (`nonzero`, `x[mask]`, `masked_select`), it has all
+    that there can be: fakes have no values, and more rows take no less memory. `bounded`: whether it came to
+    that."""
+
+    bounded = False
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func not in (aten.nonzero.default, aten.masked_select.default):
+            return super().dispatch(func, types, args, kwargs)
+        self.bounded = True
+        first = args[0]
+        with self:
+            if func is aten.nonzero.default:
+                return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
+            return first.new_empty(torch.broadcast_shapes(first.shape, args[1].shape).numel())
+
+
 class Fakes:
     """Made once for several traces of a model: of thousands of parameters, they are half of what a trace
     takes. Whoever traces computes in `mode`."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _Largest(allow_non_fake_inputs=True)
         self._made: dict[tuple[tuple[str, torch.dtype], ...], dict[str, Tensor]] = {}
 
     def of(self, model: nn.Module, compute: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

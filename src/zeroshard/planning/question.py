@@ -74,6 +74,7 @@ class Question:
     half: Half | None = None  # of the batch, where it can be halved
     narrows: bool = True  # whether all of the model could compute in bf16
     recomputable: bool = True  # whether no unit writes what it is given
+    bounded: bool = False  # whether values decide sizes in the traced step, which has them at their largest
     visits: tuple[Visit, ...] = ()  # of units in a step, where it does not go from one to the next
     setups: dict[tuple[Options, int], Setup] = field(default_factory=dict, compare=False, repr=False)
     # Of this very question: another limit, say, has its own.

@@ -37,6 +37,11 @@ class Traces:
         made._fakes = self._fakes
         return made
 
+    @property
+    def bounded(self) -> bool:
+        """Whether values decide sizes in what was traced so far: they were taken at their largest."""
+        return any(fakes.mode.bounded for fakes in self._fakes)
+
     def __call__(self, options: Options) -> tuple[Segment, ...]:
         names = self._question.names
         wanted = options.recompute
