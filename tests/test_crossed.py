@@ -48,6 +48,10 @@ def test_a_wait_is_named_by_what_was_started_last() -> None:
     assert named("a collective of torch", {}) == "a collective of torch"
 
 
-def test_a_torch_without_records_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(crossed.torch._C._distributed_c10d, "_dump_fr_trace_json", raising=False)
+def test_a_torch_without_records_or_with_others_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = crossed.torch._C._distributed_c10d
+    for told in ("not JSON", "[]", '{"entries": [{"is_p2p": false}]}', "{}"):
+        monkeypatch.setattr(inside, "_dump_fr_trace_json", lambda told=told: told)
+        assert crossed.started() == {}
+    monkeypatch.delattr(inside, "_dump_fr_trace_json")
     assert crossed.started() == {}
