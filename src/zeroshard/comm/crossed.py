@@ -33,7 +33,7 @@ def started() -> dict[str, list[Any]]:
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
     try:
         return _read(json.loads(dump()).get("entries", ())) if dump is not None else {}
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # another torch's records: nobody's promise
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # of another torch
         return {}
 
 
