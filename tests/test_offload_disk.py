@@ -51,19 +51,25 @@ def test_a_state_dict_has_what_is_on_the_disk(
         assert_same_bits(weights(model), {name: 2 * value for name, value in expected.items()})
 
 
-def scaled_loop(offload: zs.Offload | None) -> tuple[dict[str, Tensor], list[float]]:
-    """fp16 with GradScaler and plain clipping; the scale of the second step is too large."""
+FP16, ALL_FP16 = zs.Precision("float16"), zs.Precision("float16", grad="float16")
+
+
+def scaled_loop(
+    offload: zs.Offload | None, precision: zs.Precision = FP16, fused: bool = False, clips: bool = True
+) -> tuple[dict[str, Tensor], list[float]]:
+    """fp16 with GradScaler and plain clipping, or none; the scale of the second step is too large."""
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run = zs.shard(model, optimizer, precision="fp16", offload=offload)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=fused)
+    run = zs.shard(model, optimizer, precision=precision, offload=offload)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     scales = []
     for step in range(STEPS):
         if step == 1:
             scaler.update(2.0**40)
         scaler.scale(model(batch(step, 0))).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.8)
+        if clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.8)
         scaler.step(optimizer)
         scaler.update(2.0**10 if step == 1 else None)
         scales.append(scaler.get_scale())
@@ -77,6 +83,19 @@ def test_fp16_with_a_grad_scaler(disk_folder: Path) -> None:
     want, scales = scaled_loop(None)
     for offload in tiers(disk_folder):
         got, found = scaled_loop(offload)
+        assert found == scales, "the step that overflowed was skipped"
+        assert max(float((got[name] - want[name]).abs().max()) for name in want) <= 1e-6
+
+
+@pytest.mark.parametrize("precision", [FP16, ALL_FP16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_leaves_the_division_to_the_optimizer(
+    precision: zs.Precision, fused: bool, disk_folder: Path
+) -> None:
+    """Torch's fused kernel would divide and skip; where ours updates, the run does so before it."""
+    want, scales = scaled_loop(None, precision, fused, clips=False)
+    for offload in [*tiers(disk_folder), zs.Offload("host")]:
+        got, found = scaled_loop(offload, precision, fused, clips=False)
         assert found == scales, "the step that overflowed was skipped"
         assert max(float((got[name] - want[name]).abs().max()) for name in want) <= 1e-6
 

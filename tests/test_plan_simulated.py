@@ -145,6 +145,7 @@ def test_what_a_rank_launches_hardly_grows_with_the_number_of_its_peers(stage: A
     assert many["aten::copy_"] < 1.5 * few["aten::copy_"]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_uneven_wires_are_filled_without_a_wait_for_the_device(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -154,9 +155,9 @@ def test_uneven_wires_are_filled_without_a_wait_for_the_device(
     filled, fill = [], Bucket.fill
 
     def watched(bucket: Bucket, hold: bool = False) -> None:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
         try:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
             fill(bucket, hold)
         finally:
             if device == "cuda":

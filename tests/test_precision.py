@@ -8,6 +8,8 @@ round to 2^-9 (bf16) or 2^-12 (fp16); one process rounds its gradient once, rank
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import models
 import pytest
 import torch
@@ -30,6 +32,7 @@ from zeroshard.testing import assert_losses, assert_same_bits, ranks
 pytestmark = pytest.mark.ranks
 STAGES = (0, 1, 2, 3)
 BF16, FP16 = zs.Precision("bfloat16"), zs.Precision("float16")
+ALL_FP16 = zs.Precision("float16", grad="float16")  # gradients too, with the scale of the loss until the step
 
 
 def one_process(recipe: Recipe, dtype: torch.dtype, world: int) -> Trained:
@@ -72,6 +75,10 @@ CASES = [
     (Recipe(steps=8), zs.Precision("bfloat16", reduce="float32"), 2),
     (Recipe(steps=8, accumulate=2), zs.Precision("bfloat16", grad="float32"), 2),
     (Recipe("mlp", steps=8), zs.Precision("float16", reduce="float32"), 2),
+    (Recipe(scaled=True, steps=12), ALL_FP16, 2),
+    (Recipe("even gpt", "adamw fused", accumulate=2, scaled=True, steps=8), ALL_FP16, 2),
+    (Recipe("mlp", "sgd", scaled=True, infinite=(4, 9), steps=12), ALL_FP16, 4),
+    (Recipe(scaled=True, steps=8), zs.Precision("float16", grad="float16", keep=("*norm*",)), 2),
 ]
 
 
@@ -107,6 +114,47 @@ def test_clipping_in_bf16(stage: int) -> None:
     assert_losses(mean_losses(trained), by_hand.losses, 1e-3)
     if stage > 1:
         assert_same_bits(trained[0].weights, on_ranks(2, recipe, stage=1, precision=BF16)[0].weights)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw fused"])
+@pytest.mark.parametrize("precision", [ALL_FP16, zs.Precision("float16", grad="float16", keep=("*norm*",))])
+def test_clipping_of_gradients_in_fp16(precision: zs.Precision, optimizer: str) -> None:
+    """By `clip_norm=`, which knows their scale."""
+    recipe = Recipe("gpt", optimizer, scaled=True, steps=10)
+    by_hand = rank_by_rank(replace(recipe, clip=0.2), 2, precision)
+    assert min(by_hand.norms) > 0.2, "nothing was clipped"
+    first = on_ranks(2, recipe, stage=1, precision=precision, clip_norm=0.2)[0]
+    for stage in STAGES:
+        trained = on_ranks(2, recipe, stage=stage, precision=precision, clip_norm=0.2)
+        assert trained[0].stats is not None
+        assert trained[0].stats.norm == pytest.approx(by_hand.norms[-1], rel=1e-5)
+        assert_losses(mean_losses(trained), by_hand.losses, 1e-5)
+        if stage > 0:
+            assert_same_bits(trained[0].weights, first.weights)
+
+
+def moved(grad: str, fused: bool, clip_norm: float | None) -> torch.Tensor:
+    """What one step makes of a weight whose gradient, without its scale, is below the smallest fp16."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6, fused=fused)
+    precision = zs.Precision("float16", grad=grad)
+    run = zs.shard(model, optimizer, precision=precision, clip_norm=clip_norm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.ones(1, 4)).float().sum() * 2.0**-28).backward()
+    scaler.step(optimizer)
+    run.close()
+    return model.weight.detach() - before
+
+
+@pytest.mark.parametrize("clip_norm", [None, 2.0**-27, 1.0])
+@pytest.mark.parametrize("fused", [False, True])
+def test_small_gradients_in_fp16_are_not_lost_with_their_scale(fused: bool, clip_norm: float | None) -> None:
+    torch.manual_seed(0)
+    narrow = moved("float16", fused, clip_norm)
+    torch.manual_seed(0)
+    assert torch.equal(narrow, moved("float32", fused, clip_norm))
+    assert (narrow < 0).all()
 
 
 @pytest.mark.parametrize(("name", "precision"), [("bf16", BF16), ("fp16", FP16), ("float32", None)])

@@ -352,7 +352,7 @@ class Run(Kept):
             live=live,
             peak=peak,
             data_parallel=self._data_parallel_bytes(state + hidden),
-            norm=runtime.norm,
+            norm=runtime.clipping.norm,
             updates=runtime.host.update_counts() if runtime.host is not None else {},
             sync=runtime.pace.label,
             switches=runtime.pace.report(),

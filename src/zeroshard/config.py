@@ -55,8 +55,10 @@ class Precision:
     """In which dtype a model computes, keeps its master weights, and reduces its gradients.
 
     ``Precision("bfloat16")`` computes in bf16 with an fp32 master: parameters 2 bytes, gradients 2, master
-    and Adam 12. ``Precision("float16")`` is the same for fp16; its gradients land in fp32, because torch's
-    GradScaler refuses fp16 ones.
+    and Adam 12. ``Precision("float16")`` computes in fp16; its gradients land in fp32, so that loops may call
+    `scaler.unscale_`, which refuses fp16 ones: 2 bytes more. ``Precision("float16", grad="float16")`` saves
+    them: gradients keep the scale of the loss until the step widens them, so `scaler.step` alone divides, and
+    `clip_norm=` clips.
 
     - `compute`: dtype of the leaves that the modules use.
     - `master`: dtype of the homes that the optimizer updates.
@@ -250,6 +252,11 @@ class Options:
     @property
     def shards_state(self) -> bool:
         return self.stage >= 1
+
+    @property
+    def lands_in_fp16(self) -> bool:
+        """Whether gradients keep the scale of the loss until they are widened for the step."""
+        return self.precision is not None and self.precision.landed == "float16"
 
     @property
     def shards_grads(self) -> bool:

@@ -24,7 +24,7 @@ from zeroshard.errors import OptionError, TierError
 from zeroshard.life.bucket import EarlySink, Sink
 from zeroshard.life.param import Bundle, OnDiskRows
 from zeroshard.life.shard import Faces, Master, Param, SplitMaster
-from zeroshard.life.step import rows_suffice
+from zeroshard.life.step import Update, rows_suffice
 from zeroshard.life.units import Tenant
 from zeroshard.native import AdamRows, SgdRows, Team, Workers, allocate, usable_cores
 from zeroshard.native.abi import BLOCK
@@ -248,6 +248,11 @@ class Host:
         """Whether any update may begin in backward."""
         return any(plot.form is not None and plot.overlapped for plot in self.plots)
 
+    @property
+    def steps_parts(self) -> bool:
+        """Whether `optimizer.step()` has a kernel of ours update anything."""
+        return any(part.landing is not None for part in self.parts)
+
     def sinks(
         self, params: dict[str, Param], grad_dtypes: dict[str, torch.dtype], faces: Faces, counted: bool
     ) -> dict[str, Sink]:
@@ -306,15 +311,15 @@ class Host:
         return HostGradients(members, grads, flat)
 
     @contextmanager
-    def stepped(self, optimizer: Optimizer) -> Iterator[None]:
+    def stepped(self, update: Update) -> Iterator[None]:
         """Around `optimizer.step()`: update what no update has begun for in backward, and hide its gradients
         from torch's own step."""
-        mine = [part for part in self.parts_of(optimizer) if part.landing is not None]
+        mine = [part for part in self.parts_of(update.optimizer) if part.landing is not None]
         if not mine:
             yield
             return
         assert self.updates is not None
-        self.updates.step(mine)
+        self.updates.step(mine, update.shrinks)
         held = [(p.home, p.home.grad) for part in mine for p in part.params]
         for home, _ in held:
             home.grad = None

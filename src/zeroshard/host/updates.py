@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from zeroshard.errors import StateError
@@ -131,14 +132,14 @@ class HostUpdates:
             if part.holding:
                 self.crew.let_go(part, free)
 
-    def step(self, parts: Sequence[Part]) -> None:
-        """Update stepped parts now, from the gradients that their parameters show."""
+    def step(self, parts: Sequence[Part], shrinks: float) -> None:
+        """Update stepped parts now, from the gradients that their parameters show; in fp16 times `shrinks`."""
         self.crew.check()
         due = [part for part in parts if part.landing is not None and part.landing.shown]
         for part in due:
             assert part.landing is not None
             part.flat, part.used = part.landing.collect()
-            self._start(part, 1.0)
+            self._start(part, shrinks if part.grad_dtype == torch.float16 else 1.0)
         for part in due:
             self.wait(part)
             part.ready.wait_on_host()

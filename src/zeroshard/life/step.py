@@ -95,6 +95,7 @@ class Update:
         self.optimizer, self.faces = optimizer, faces
         self._together = Together(optimizer)
         self.held: HeldMoments | None = None  # where a codec freezes second moments
+        self.shrinks = 1.0  # what gradients in fp16 are multiplied by for the step under way
         self.params: dict[int, Param] = {}
         self._proxies: dict[int, nn.Parameter] = {}
         # By id(home): split masters, and those of them that are joined for the step under way.
@@ -154,6 +155,17 @@ class Update:
         """Put the homes where the optimizer held the user's parameters."""
         for group in self.optimizer.param_groups:
             group["params"] = [successors.get(id(p), p) for p in group["params"]]
+
+    @torch.no_grad()
+    def shrink(self, factor: float) -> None:
+        """Let the next step take gradients times `factor`: those in fp16 when they are widened, since small
+        ones would be lost in it, and all others at once."""
+        self.shrinks = factor
+        if factor != 1.0:
+            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+            wide = [Faces.local(g) for g in grads if g is not None and g.dtype != torch.float16]
+            if wide:
+                torch._foreach_mul_(wide, factor)
 
     @torch.no_grad()
     def run(self, step: Callable[[], Any]) -> None:
@@ -268,8 +280,12 @@ class Update:
         elif grad.dtype == proxy.dtype and self.faces.mesh is not None and self._has_rows(home):
             self._shown[id(home)] = home.grad, proxy
             self._known.clear()
-        proxy.grad = grad if grad.dtype == proxy.dtype else grad.to(proxy.dtype)
+        proxy.grad = grad if grad.dtype == proxy.dtype else self._widened(grad, proxy.dtype)
         return proxy
+
+    def _widened(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = grad.to(dtype)
+        return wide.mul_(self.shrinks) if grad.dtype == torch.float16 and self.shrinks != 1.0 else wide
 
     def _divide(self) -> None:
         """What a step made of joined masters, in two halves again."""

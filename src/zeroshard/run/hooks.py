@@ -227,23 +227,25 @@ class Hooks:
         optimizer, runtime, hooks = update.optimizer, self.runtime, self
         own_step, own_zero, own_add = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
 
-        clips = runtime.options.clip_norm is not None
-        unscalable = scaling.why_not(runtime.options, runtime.host is not None and runtime.host.updates_early)
-        if unscalable is not None:
+        options, host, narrow = runtime.options, runtime.host, runtime.options.lands_in_fp16
+        unscales = narrow or options.clip_norm is not None or (host is not None and host.steps_parts)
+        unscalable = scaling.why_not(options, host is not None and host.updates_early)
+        if unscalable is not None or narrow:
             self._replace(optimizer, scaling.SAYS_SO, True)
-        elif runtime.host is not None:
+        if unscalable is None and host is not None:
             scaling.await_copies()
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if unscalable is not None:
                 scaling.refuse(optimizer, unscalable)
-            if clips:
-                scaling.unscale(optimizer)
+            scale = scaling.settle(optimizer, narrow) if unscales else 1.0
+            if scale is None:
+                return None
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            runtime.step(update, own_step)
+            runtime.step(update, own_step, scale)
             if hooks.after_step is not None:
                 hooks.after_step()
             return loss

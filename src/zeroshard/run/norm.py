@@ -1,14 +1,56 @@
-"""The global norm of a gradient that lies in rows on several ranks, and partly on the host."""
+"""The global norm of a gradient that lies in rows on several ranks, and partly on the host, and clipping."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Transport
-from zeroshard.life.shard import Param
+from zeroshard.config import Options
+from zeroshard.host.updates import HostUpdates
+from zeroshard.life.shard import Faces, Param
+
+
+class Clipping:
+    """`clip_norm=` at work, once for each backward, whichever optimizer steps first.
+
+    Gradients in fp16 are not written: small ones would be lost. They are multiplied when they are widened.
+    """
+
+    def __init__(self, options: Options, transport: Transport) -> None:
+        self.limit = options.clip_norm
+        self.norm = 0.0  # of the last gradient
+        self.settled = True  # the last backward has been dealt with
+        self._between = transport if options.shards_state and transport.size > 1 else None
+        self._narrow = options.lands_in_fp16
+        self._factor = 1.0
+
+    @torch.no_grad()
+    def settle(self, params: Sequence[Param], host: HostUpdates | None, loss_scale: float) -> float:
+        """The global norm, what it clips, and whether the host's updates stand. Returns what gradients are
+        still to be multiplied by: where they are fp16, and have the scale of the loss."""
+        if self.limit is not None and not self.settled:
+            self._factor = self._clip(self.limit, params, host, loss_scale)
+            self.settled = True
+        return self._factor / loss_scale if self._narrow else 1.0
+
+    def _clip(
+        self, limit: float, params: Sequence[Param], host: HostUpdates | None, loss_scale: float
+    ) -> float:
+        grads = [(p, Faces.local(p.home.grad)) for p in params if p.home.grad is not None]
+        factor = 1.0
+        if math.isfinite(limit):
+            squares = host.squares() if host is not None else []
+            self.norm = global_norm(grads, squares, self._between) / loss_scale
+            factor = clip_scale(limit, self.norm)
+        if host is not None:
+            host.commit(self.norm, factor)
+        if factor != 1.0 and grads and not self._narrow:
+            torch._foreach_mul_([grad for _, grad in grads], factor)
+        return factor
 
 
 def clip_scale(limit: float, norm: float) -> float:

@@ -13,7 +13,6 @@ the same numbers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -42,7 +41,7 @@ from zeroshard.sync import Pace
 from zeroshard.tier.pool import Ledger, Pool
 
 from .live import Caller, LiveUnit
-from .norm import clip_scale, global_norm
+from .norm import Clipping
 from .spans import span
 from .supply import Supply
 from .whole import collect
@@ -63,8 +62,7 @@ class Runtime:
         self.updates: list[Update] = []
         self.host: Host | None = None
         self.placement = Placement(())
-        self.norm = 0.0  # of the last gradient, where clip_norm asked for it
-        self._settled = True  # the norm of the last backward has been dealt with
+        self.clipping = Clipping(options, transport)
         self.buffers: list[Tensor] = []  # what the root's forward broadcasts from rank 0
         self.saved = SavedTensors(pool, self.ensure)
         self.supply = Supply(transport)
@@ -261,7 +259,7 @@ class Runtime:
                 if self._nested and self.transport.size > 1:
                     self._land_late_ones()
                 self.unsynced = False
-                self._settled = False
+                self.clipping.settled = False
         for unit in self.units:
             unit.expected = unit.trainable
             if unit.depth == 0:  # else this backward was one inside a forward, which goes on
@@ -280,8 +278,8 @@ class Runtime:
 
     # ------------------------------------------------------------------ update
 
-    def step(self, update: Update, step: Callable[[], Any]) -> None:
-        """Run one optimizer's step on the local rows."""
+    def step(self, update: Update, step: Callable[[], Any], loss_scale: float = 1.0) -> None:
+        """Run one optimizer's step on the local rows. `loss_scale`: what gradients in fp16 still have."""
         self.recover()
         if not self.sync:
             raise StateError(
@@ -301,30 +299,11 @@ class Runtime:
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
             self.before_change(in_step=True)
-            self._settle()
-            with self.host.stepped(update.optimizer) if self.host is not None else nullcontext():
+            update.shrink(self.clipping.settle(self.params, self._host_updates, loss_scale))
+            with self.host.stepped(update) if self.host is not None else nullcontext():
                 self.pace.step(update, step)
         self.supply.stale = True
         self.steps += 1
-
-    @torch.no_grad()
-    def _settle(self) -> None:
-        """Once per backward: the global norm, what it clips, and whether the host's updates stand."""
-        limit = self.options.clip_norm
-        if limit is None or self._settled:
-            return
-        grads = [(p, Faces.local(p.home.grad)) for p in self.params if p.home.grad is not None]
-        scale = 1.0
-        if math.isfinite(limit):
-            squares = self._host_updates.squares() if self._host_updates is not None else []
-            rows = self.options.shards_state and self.transport.size > 1
-            self.norm = global_norm(grads, squares, self.transport if rows else None)
-            scale = clip_scale(limit, self.norm)
-        if self._host_updates is not None:
-            self._host_updates.commit(self.norm, scale)
-        if scale != 1.0 and grads:
-            torch._foreach_mul_([grad for _, grad in grads], scale)
-        self._settled = True
 
     @property
     def _host_updates(self) -> HostUpdates | None:
@@ -333,7 +312,7 @@ class Runtime:
     @property
     def _ahead(self) -> bool:
         """Whether the host is at a step whose backward has yet to end; [Note: a step ahead] in `updates`."""
-        return self.pace.begun and self._settled
+        return self.pace.begun and self.clipping.settled
 
     def changed(self) -> None:
         """Homes were written by someone else than the optimizer."""
@@ -367,7 +346,7 @@ class Runtime:
         if self._host_updates is not None and self._host_updates.pending and not self._ahead:
             assert self.host is not None
             self._host_updates.discard(self.host.parts_of(optimizer))
-            self._settled = not self._host_updates.pending
+            self.clipping.settled = not self._host_updates.pending
         if self.pace.forget(optimizer):
             self.before_change()
             self.pace.turn()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.amp import grad_scaler
-from torch.optim import Optimizer
 
 from zeroshard.config import Options
 from zeroshard.errors import StateError
@@ -51,14 +50,25 @@ def refuse(optimizer: Any, why: str) -> None:
 
 
 @torch.no_grad()
-def unscale(optimizer: Optimizer) -> None:
-    """Divide what the optimizer's kernel would: the norm of scaled gradients is not that of the gradients."""
-    scale = getattr(optimizer, "grad_scale", None)
+def settle(optimizer: Any, narrow: bool) -> float | None:
+    """Deal with what a scaler has left, instead of the optimizer's kernel: the norm of scaled gradients is
+    not that of the gradients, and other kernels than torch's fused ones know nothing of scales.
+
+    Returns the scale that gradients still have: those of a `narrow` run, in fp16, where small ones would be
+    lost. None: some are infinite, and the step is to be left out.
+    """
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if found is None:
+        return 1.0
+    if bool(found):
+        return None
+    optimizer.grad_scale = optimizer.found_inf = None  # the scaler deletes them itself
+    if scale is None or narrow:
+        return 1.0 if scale is None else float(scale)
     held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if scale is not None and held:
-        inverse = 1.0 / float(scale)
-        torch._foreach_mul_([Faces.local(grad) for grad in held], inverse)
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
+    if held:
+        torch._foreach_mul_([Faces.local(grad) for grad in held], 1.0 / float(scale))
+    return 1.0
 
 
 class _Arrived(grad_scaler._MultiDeviceReplicator):

@@ -304,7 +304,7 @@ def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
     return {
         "step": runtime.steps,
         "published": not runtime.supply.stale,
-        "norm": runtime.norm,
+        "norm": runtime.clipping.norm,
         **({"host_norm": updates.outlook.norm, "host_swing": updates.outlook.swing} if updates else {}),
         "world": runtime.transport.size,
         "sync": runtime.pace.values(),
