@@ -53,9 +53,7 @@ CASES = [
 ]
 
 
-def tower(
-    stage: int, precision: Given, blocks: int
-) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
+def tower(stage: int, precision: Given, blocks: int) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
     model = models.Tower(WIDTH, blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     bucket = UNIT * (4 if precision is None else 2)

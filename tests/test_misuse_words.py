@@ -263,9 +263,7 @@ def test_a_model_that_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
-    with pytest.raises(
-        zs.TierError, match=r"CUDA could not lock 4096 bytes of host memory \(error 2\):"
-    ):
+    with pytest.raises(zs.TierError, match=r"CUDA could not lock 4096 bytes of host memory \(error 2\):"):
         pinned(64, torch.device("cuda", 0))
 
 
@@ -334,9 +332,7 @@ def test_a_rank_that_asks_for_a_gpu_and_has_none(second_of_two: int, monkeypatch
 
 def test_shared_memory_between_hosts() -> None:
     places = [{"asked": "shm", "nccl": False, "gpu": "cpu", "host": [host]} for host in ("a", "b")]
-    with pytest.raises(
-        zs.OptionError, match=r"transport 'shm' needs all ranks on one host and in .* a, b"
-    ):
+    with pytest.raises(zs.OptionError, match=r"transport 'shm' needs all ranks on one host and in .* a, b"):
         _choose(places, "shm", by_host(["a", "b"]))
 
 

@@ -92,12 +92,13 @@ def write(args, suite, size, rows):
 
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"{datetime.date.today()}-gpu-{suite}"
+    chosen = ["--systems", *args.systems] if args.systems else []
     facts = {
         "suite": suite,
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "commit": args.commit or commit(),
-        "command": f"python benchmarks/gpu/compare.py {suite}",
+        "command": " ".join(["python benchmarks/gpu/compare.py", suite, *chosen]),
         "rows": rows,
     }
     (args.out / f"{name}.json").write_text(json.dumps(facts, indent=1))

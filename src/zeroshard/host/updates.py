@@ -133,7 +133,7 @@ class HostUpdates:
                 self.crew.let_go(part, free)
 
     def step(self, parts: Sequence[Part], shrinks: float) -> None:
-        """Update stepped parts now, from the gradients that their parameters show; in fp16 times `shrinks`."""
+        """Update stepped parts now, from gradients that their parameters show, in fp16 times `shrinks`."""
         self.crew.check()
         due = [part for part in parts if part.landing is not None and part.landing.shown]
         for part in due:
