@@ -197,7 +197,7 @@ def show_samples(samples: list[str]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a GPT on the sources of the standard library.")
     option = parser.add_argument
-    option("--seconds", type=float, default=95, help="how long to train (default 95)")
+    option("--seconds", type=float, default=85, help="how long to train (default 85)")
     option("--steps", type=int, help="train so many steps instead, however long they take")
     option("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (default 3)")
     option("--text", type=Path, help="a folder with Python sources (default: the standard library)")

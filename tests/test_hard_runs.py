@@ -368,6 +368,7 @@ def test_spans_are_named_after_units_and_waits_are_counted(stage: int) -> None:
     for names, waited, steps in ranks(WORLD).run(told, stage):
         assert {"zeroshard.step", "zeroshard.land"} <= names
         assert {f"zeroshard.gather blocks.{number}" for number in range(3)} <= names
+        assert any(name.startswith("zeroshard.reduce gradients 0 (") for name in names)
         assert steps == 2
         assert waited
         assert all(seconds >= 0 for seconds in waited.values())

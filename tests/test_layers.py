@@ -46,7 +46,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("timeline", "balance"),
     ),
     "life": (
-        ("reading",),
+        ("reading", "spans"),
         ("guard", "face", "units"),
         ("private", "shard"),
         ("bucket", "published"),
@@ -86,7 +86,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("spans", "agree", "whole", "norm", "scaling", "state", "loading", "written", "late", "again"),
+        ("agree", "whole", "norm", "scaling", "state", "loading", "written", "late", "again"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),

@@ -328,6 +328,12 @@ class Run(Kept):
         measured = self._measured()
         return self._promise.complete(measured) if self._promise is not None else measured
 
+    def reset_peak(self) -> None:
+        """Let `stats().peak` be the most from now on: of one step, or of an evaluation."""
+        self._runtime.ledger.forget_peak()
+        if isinstance(self._runtime.gradients, LocalGradients):
+            self._runtime.gradients.most = 0
+
     def _measured(self) -> Stats:
         runtime = self._runtime
         counters = runtime.transport.counters.snapshot()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from .sizes import show_bytes
+
+LASTING = ("parameters", "gradients", "state")
 
 
 @dataclass(frozen=True)
 class Stats:
     """Totals since `shard()`; divide by `steps`, or subtract an earlier one (`now - before`), for a rate.
+    `print()` shows them as tables.
 
     - `sent`, `received`: bytes by kind (``reduce``: gradients, ``gather``: parameters of stage 3,
       ``publish``: updated parameters of stages 1 and 2, ``collect``, ``broadcast``).
@@ -16,9 +22,9 @@ class Stats:
     - `uncompressed`: what `sent` would be without codecs; `error`: by codec, the norm of what it lost of a
       step's gradient over the gradient's norm, measured in every 16th step.
     - `waited`: seconds this rank waited for others, by kind.
-    - `live`, `peak`: bytes on this rank by kind (``parameters``, ``gradients``, ``state``, ``gathered``,
-      ``buckets``; with offload ``host``, ``staging``, ``disk``). Gradients of one rank, which the loop drops,
-      are looked at when a backward ends.
+    - `live`, `peak`: bytes on this rank now, and at most since `shard()` or `run.reset_peak()`, by kind
+      (``parameters``, ``gradients``, ``state``, ``gathered``, ``buckets``; with offload ``host``,
+      ``staging``, ``disk``). Gradients of one rank, which the loop drops, are looked at when a backward ends.
     - `norm`: of the last gradient, before clipping, where `clip_norm` measures it.
     - `updates`: steps by how the host's updates ran: ``early`` (during backward, before the norm was known),
       ``late`` (after it, behind the next forward), ``undone`` (early, taken back because the norm exceeded
@@ -69,5 +75,30 @@ class Stats:
             uncompressed=less(self.uncompressed, before.uncompressed),
         )
 
+    def __str__(self) -> str:
+        """Tables for people: what travelled, and what is held."""
+        sizes = {"live": self.live, "peak": self.peak} | ({"planned": self.planned} if self.planned else {})
+        moved = {"sent": (self.sent, show_bytes), "received": (self.received, show_bytes)}
+        lasting = sum(self.live.get(kind, 0) for kind in LASTING)
+        lines = [
+            f"{self.steps} steps" + (f", {self.sync}" if self.sync else ""),
+            *(_table(moved | {"waited": (self.waited, "{:,.3f} s".format)}) or ["nothing has travelled"]),
+            *_table({name: (column, show_bytes) for name, column in sizes.items()}),
+            f"{', '.join(LASTING)}: {show_bytes(lasting)}; unsharded {show_bytes(self.data_parallel)}",
+            *self.switches,
+        ]
+        return "\n".join(lines)
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _table(columns: Mapping[str, tuple[Mapping[str, float], Callable[[float], str]]]) -> list[str]:
+    """A line for each kind of which some column has anything: names to the left, figures to the right."""
+    kinds = dict.fromkeys(kind for figures, _ in columns.values() for kind, n in figures.items() if n)
+    rows = [["", *columns]] if kinds else []
+    for kind in kinds:
+        rows.append([kind, *(show(n) if (n := had.get(kind)) else "" for had, show in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]

@@ -35,6 +35,7 @@ class Reading:
     sent: Mapping[str, int] = field(default_factory=dict)  # bytes by kind, per step, by this rank
     waited: float = 0.0  # part of the time spent waiting for communication, 0 to 1
     facts: Mapping[str, str] = field(default_factory=dict)  # whatever else is worth a word
+    moment: float = field(default_factory=time.monotonic)  # when the step was done: before any validation
 
 
 class Record:
@@ -57,7 +58,7 @@ class Record:
         self._plot(reading.done, reading.loss)
         if reading.validation is not None:
             self.validation.append((reading.done, reading.validation))
-        self._recent.append((self.now, reading.tokens))
+        self._recent.append((reading.moment, reading.tokens))
         while self.now - self._recent[0][0] > RATE_SECONDS:
             self._recent.popleft()
 

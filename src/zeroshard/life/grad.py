@@ -29,6 +29,7 @@ from zeroshard.tier.pool import Ledger
 from .bucket import Bucket, Desk, Sink
 from .private import Private
 from .shard import Faces, Param
+from .spans import span
 
 _grad = attrgetter("grad")
 
@@ -65,6 +66,10 @@ class Gradients:
             self._progress()
 
     def _send(self, bucket: Bucket) -> None:
+        with span(f"reduce {bucket.label}"):
+            self._begin(bucket)
+
+    def _begin(self, bucket: Bucket) -> None:
         self._keep_aside(bucket)
         self._progress()
         self._let_go()

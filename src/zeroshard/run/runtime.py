@@ -36,13 +36,13 @@ from zeroshard.life.guard import Reader
 from zeroshard.life.param import Bundle, Residence
 from zeroshard.life.saved import SavedTensors
 from zeroshard.life.shard import Faces, Param
+from zeroshard.life.spans import span
 from zeroshard.life.step import Update, tell_of_no_gradient
 from zeroshard.sync import Pace
 from zeroshard.tier.pool import Ledger, Pool
 
 from .live import Caller, LiveUnit
 from .norm import Clipping
-from .spans import span
 from .supply import Supply
 from .whole import collect
 from .written import Written, attach
@@ -69,6 +69,8 @@ class Runtime:
         self.sync = True
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
         self.steps = 0
+        self._landed = True  # gradients have come that no optimizer has seen
+        self._stepped: set[Update] = set()  # optimizers that have
         self.closed = False
         self.reader: Reader | None = None  # a background save that may still be copying state
         self._active = 0  # units entered and not left
@@ -260,6 +262,7 @@ class Runtime:
                     self._land_late_ones()
                 self.unsynced = False
                 self.clipping.settled = False
+                self._landed = True
         for unit in self.units:
             unit.expected = unit.trainable
             if unit.depth == 0:  # else this backward was one inside a forward, which goes on
@@ -303,7 +306,15 @@ class Runtime:
             with self.host.stepped(update) if self.host is not None else nullcontext():
                 self.pace.step(update, step)
         self.supply.stale = True
-        self.steps += 1
+        self._count(update)
+
+    def _count(self, update: Update) -> None:
+        """A step is what all optimizers do with one backward: the first of them counts."""
+        if self._landed or update in self._stepped:
+            self.steps += 1
+            self._landed = False
+            self._stepped.clear()
+        self._stepped.add(update)
 
     @property
     def _host_updates(self) -> HostUpdates | None:

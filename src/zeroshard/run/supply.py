@@ -12,9 +12,9 @@ from zeroshard.comm import Fetch, Transport
 from zeroshard.errors import StateError
 from zeroshard.host.updates import HostUpdates
 from zeroshard.life.param import Bundle
+from zeroshard.life.spans import span
 
 from .live import Course, LiveUnit
-from .spans import span
 
 
 class Supply:

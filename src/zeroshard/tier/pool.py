@@ -54,6 +54,10 @@ class Ledger:
         self.live[kind] += nbytes
         self.peak[kind] = max(self.peak[kind], self.live[kind])
 
+    def forget_peak(self) -> None:
+        """The most from now on."""
+        self.peak = dict(self.live)
+
 
 class Pool:
     """Lends flat buffers; a buffer given back is lent again to whoever asks for the same size and dtype."""
