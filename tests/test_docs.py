@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,7 +24,8 @@ PACKAGE = ROOT / "src" / "zeroshard"
 EXAMPLES = sorted(path for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text(encoding="utf-8"))
 # Of planning.md and the codec of one's own there are tests that look at what comes out.
 GUIDES = ["README.md", *(f"docs/{n}.md" for n in ("guide", "offload", "checkpoints", "communication"))]
-GUIDES.append("docs/synchronisation.md")
+GUIDES += ["docs/synchronisation.md", "docs/testing.md"]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"])
 SEVERAL_HOSTS = ("node_cache=True", 'transport="nodes"')
 
 
@@ -101,6 +103,48 @@ def test_the_code_of_a_guide_runs(guide: str, reader: Reader, capsys: pytest.Cap
     reader.close()
     if guide == "docs/checkpoints.md":
         assert zs.latest("ckpt") == Path("ckpt/step-500")
+
+
+@pytest.mark.ranks
+def test_the_test_that_a_guide_shows_passes(tmp_path: Path) -> None:
+    code = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text(encoding="utf-8"), re.DOTALL
+    )[0]
+    (tmp_path / "test_shown.py").write_text(code, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_shown.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "1 passed" in found.stdout, found.stdout + found.stderr
+
+
+def links(document: Path) -> list[tuple[Path, str]]:
+    """What a document points to within the project: files, and headings in them."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = [target for target in re.findall(r"\]\(([^()\s]+)\)", text) if "://" not in target]
+    parts = [target.partition("#") for target in found]
+    return [((document.parent / name).resolve() if name else document, mark) for name, _, mark in parts]
+
+
+def marks(document: Path) -> set[str]:
+    """The anchors that headings get: lower case, spaces as hyphens, nothing but words."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    lost = [
+        f"{path.name}#{mark}"
+        for path, mark in links(document)
+        if not path.exists() or (mark and mark not in marks(path))
+    ]
+    assert not lost
+
+
+def test_every_result_is_told_of() -> None:
+    told = {path for document in DOCUMENTS for path, _ in links(document)}
+    results = (ROOT / "benchmarks" / "results").glob("*.md")
+    assert not [path.name for path in sorted(results) if path.resolve() not in told]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(PACKAGE)))
