@@ -219,11 +219,8 @@ class Gradients:
 
     def redirect(self, param: Param, grad: Tensor) -> Tensor:
         """Stage 0: autograd is about to add to a plain home, because it was used outside of its unit: by a
-        penalty on the weights, or by a layer that was called alone. What goes to the home instead: nothing,
-        as long as the leaf's bucket can take it. Later than that it stays, which is right for a penalty: it
-        is the same on all ranks."""
-        if self.bucket_of[param].index < self._next:
-            return grad
+        penalty on the weights, or by a layer that was called alone. It goes to the leaf, and to the home
+        nothing. If the leaf's bucket has left, another round takes it."""
         with torch.no_grad():
             mine = grad.to(param.leaf.dtype)
             param.leaf.grad = mine.clone() if param.leaf.grad is None else param.leaf.grad + mine

@@ -152,7 +152,8 @@ class Hooks:
 
         for module in modules.values():
             own = module is unit.module
-            self._keep(module.register_forward_pre_hook(before if own else before_inner))
+            # In front of hooks that are there already, which may look at the parameters (weight_norm, prune).
+            self._keep(module.register_forward_pre_hook(before if own else before_inner, prepend=True))
             self._keep(module.register_forward_hook(after if own else after_inner, always_call=True))
 
     def _on_leaf(self, unit: LiveUnit, param: Param) -> None:

@@ -10,6 +10,7 @@ from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import StateError
@@ -179,6 +180,23 @@ class Caller:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is None
+
+
+def wants_all() -> bool:
+    """Whether the backward that ends is to give every parameter its gradient: `loss.backward()`, and neither
+    `torch.autograd.grad()` nor one with `inputs=`. Torch tells no hook, but the caller's stack does; on a GPU
+    backward may end in a thread of torch's."""
+    here = threading.get_ident()
+    stacks = sys._current_frames()
+    for frame in (stacks.pop(here), *stacks.values()):
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is torch.autograd.grad.__code__:
+                return False
+            if at.f_code is torch.autograd.backward.__code__:
+                return not at.f_locals.get("inputs")
+            at = at.f_back
+    return False
 
 
 def _passing(frame: FrameType) -> bool:

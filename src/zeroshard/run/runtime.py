@@ -41,7 +41,7 @@ from zeroshard.life.step import Update, tell_of_no_gradient
 from zeroshard.sync import Pace
 from zeroshard.tier.pool import Ledger, Pool
 
-from .live import Caller, LiveUnit
+from .live import Caller, LiveUnit, wants_all
 from .norm import Clipping
 from .supply import Supply
 from .whole import collect
@@ -252,13 +252,18 @@ class Runtime:
     def end_backward(self) -> None:
         arrived = self._stray or any(unit.expected != unit.trainable for unit in self.units)
         self._reached = self._reached or arrived
-        self._end(land=arrived and self.sync)
+        self._end(land=self.sync and (arrived or self._awaited()))
+
+    def _awaited(self) -> bool:
+        """Whether peers may wait for gradients of a backward that had none here: an expert or an adapter that
+        this rank's batch did not come to. Who asks for gradients of inputs alone waits for nobody."""
+        return self.transport.size > 1 and any(p.leaf.requires_grad for p in self.params) and wants_all()
 
     def _end(self, land: bool) -> None:
         with span("land"):
             if land:
                 self.pace.ended()
-                if self._nested and self.transport.size > 1:
+                if (self._nested or self._stray) and self.transport.size > 1:
                     self._land_late_ones()
                 self.unsynced = False
                 self.clipping.settled = False
@@ -273,10 +278,11 @@ class Runtime:
         self._task = None
 
     def _land_late_ones(self) -> None:
-        """Gradients that a nested backward added after their bucket had left: another round on all ranks."""
-        buckets = self.gradients.buckets
-        late = any(p.leaf.grad is not None for b in buckets for p in b.params)
-        if buckets and self.transport.max([float(late)], "the end of backward")[0]:
+        """Gradients that came after their bucket had left, from a nested backward or from outside of the
+        model, take another round. Ranks that have none make none: not all come to every checkpoint. Where
+        they are not the same on all ranks, the barrier tells, before anything is added up."""
+        if any(p.leaf.grad is not None for b in self.gradients.buckets for p in b.params):
+            self.transport.barrier("gradients that came late")
             self.gradients.finish()
 
     # ------------------------------------------------------------------ update
@@ -363,9 +369,13 @@ class Runtime:
             self.pace.turn()
             self.supply.stale = True
         if self.unsynced:
+            elsewhere = [
+                u.params for u in self.updates if u.optimizer is not optimizer and optimizer is not None
+            ]
             for param in self.params:
-                param.leaf.grad = None
-            self.unsynced = False
+                if not any(id(param.home) in others for others in elsewhere):
+                    param.leaf.grad = None
+            self.unsynced = any(param.leaf.grad is not None for param in self.params)
 
     # ------------------------------------------------------------------ whole tensors
 
