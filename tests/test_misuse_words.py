@@ -272,6 +272,18 @@ def test_measuring_what_is_no_device(capsys: pytest.CaptureFixture[str]) -> None
     assert "OptionError: --device 'abacus' is no device: cpu or cuda:0." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["xpu", "mps", "meta"])
+def test_measuring_a_device_of_another_kind(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not taken for the CPU, and nothing is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["machine", "--device", device]) == 1
+    said = f"OptionError: {device} cannot be measured: ZeroShard runs on cpu and cuda. Name one of these."
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_measuring_the_disk_of_no_folder(tmp_path: Path) -> None:
     said = r"the disk of .*/nowhere cannot be measured: No such file or directory\."
     with pytest.raises(zs.OptionError, match=said):
