@@ -60,7 +60,6 @@ OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: zs.Adaptive([zs.EveryStep(), zs.Delayed()], window=2),
         "Adaptive.window=2 must be 3 steps or more.",
     ),
-    "steps of delay": (lambda: zs.Delayed(steps=2), "Delayed(steps=2): one step is what there is. It gives"),
     "momentum": (
         lambda: zs.Nesterov(momentum=1.0),
         "Nesterov.momentum=1.0 must be at least 0 and below 1.",
