@@ -4,7 +4,7 @@
 #   ./do setup          create .venv and install the package into it
 #   ./do demo           train a small GPT on two ranks, parameters sharded
 #   ./do test [ARGS]    lint, types, and pytest (ARGS go to pytest)
-#   ./do lint           ruff
+#   ./do lint           ruff: rules and format
 #   ./do types          mypy, strict
 #   ./do bench [ARGS]   compare with other libraries (installs them)
 #   ./do clean          remove .venv and what was built
@@ -111,7 +111,13 @@ setup() {
     printf '%s\n' "$now" >"$stamp"
 }
 
-lint() { "$VENV/bin/ruff" check .; }
+# Both, whatever the first says.
+lint() {
+    local failed=0
+    "$VENV/bin/ruff" check . || failed=1
+    "$VENV/bin/ruff" format --check . || failed=1
+    return $failed
+}
 
 types() { "$VENV/bin/mypy"; }
 

@@ -144,6 +144,22 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"2 is damaged. The latest complete checkpoint besides it is {folder}/1." in text
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "export"])
+def test_a_mistyped_path_is_no_damage(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_as(folder / "ckpt" / "1", model())
+    out = ["out"] if command == "export" else []
+    for typed, said in {
+        "ckpt/2": "ckpt/2 is not a folder, so not a checkpoint.\n",
+        "ckpt": "ckpt/1: name one of them.\n",
+    }.items():
+        assert cli.main([command, typed, *out]) == 1
+        text = capsys.readouterr().err
+        assert text.startswith("zeroshard: CheckpointError: ")
+        assert text.endswith(said)
+        assert text.count("\n") == 1
+    assert os.listdir(folder) == ["ckpt"]
+
+
 def test_export_and_import(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_as(folder / "1", model())
     assert cli.main(["export", "1", "out", "--dtype", "bf16", "--max-shard", "1KiB"]) == 0

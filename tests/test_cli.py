@@ -60,6 +60,8 @@ def test_a_script_in_place_of_a_command_gets_a_hint(
     [
         (["run", "--ranks", "2", "missing.py"], "OptionError: there is no script 'missing.py' in "),
         (["run", "--ranks", "0", "missing.py"], "OptionError: --ranks must be at least 1, not 0"),
+        (["run", "--ranks=-1", "x.py", "--lr"], "OptionError: --ranks must be at least 1, not -1"),
+        (["verify", "--", "--missing"], "CheckpointError: "),
     ],
 )
 def test_errors_of_ours_are_one_line(
@@ -71,11 +73,27 @@ def test_errors_of_ours_are_one_line(
     assert text.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["run", "x.py"], ["run", "--rnks", "2", "x.py"], ["run", "--ranks", "2"]])
-def test_a_command_line_that_makes_no_sense_is_refused(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("run", "the following arguments are required: --ranks, target."),
+        ("run --ranks 2", "the following arguments are required: target."),
+        ("run x.py --lr 3", "the following arguments are required: --ranks."),  # that is the script's
+        ("run --rank 2 x.py", "there is no option --rank. Did you mean --ranks?"),
+        ("run --ranks 2 --tiemout=3 x.py", "there is no option --tiemout. Did you mean --timeout?"),
+        ("run -q x.py", "there is no option -q."),
+        ("run --ranks --rank x.py", "argument --ranks: expected one argument."),
+        ("plan --rank 2", "there is no option --rank. Did you mean --ranks?"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(
+    typed: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(words)
+        cli.main(typed.split())
     assert stop.value.code == 2
+    name = f"zeroshard {typed.split()[0]}"
+    assert capsys.readouterr().err == f"{name}: {message} `{name} --help` says more.\n"
 
 
 @pytest.mark.ranks
@@ -105,7 +123,10 @@ def test_public_names_come_at_their_first_use_and_stay() -> None:
         "from zeroshard import *\n"
         "assert zeroshard.Run is Run and zeroshard.checkpoint.latest is latest\n"
         "assert callable(plan) and plan is zeroshard.plan and callable(shard) and shard is zeroshard.shard\n"
-        "assert set(zeroshard.__all__) <= set(dir(zeroshard)) & set(globals())\n"
+        "assert set(zeroshard.__all__) <= set(globals())\n"
+        "shown = {name for name in dir(zeroshard) if not name.startswith('__')}\n"
+        "assert shown == set(zeroshard.__all__), shown\n"
+        "assert {'__doc__', '__file__', '__version__'} <= set(dir(zeroshard))\n"
         "assert not [n for n in zeroshard.__all__ if isinstance(getattr(zeroshard, n), types.ModuleType)]\n"
         "try:\n    zeroshard.shrad\n"
         "except AttributeError as error:\n    print(error)"

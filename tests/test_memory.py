@@ -93,9 +93,9 @@ def test_no_rank_is_heavier_than_the_heaviest(world: int, split: Any) -> None:
 def test_a_trillion_parameters_on_ten_thousand_ranks_at_once() -> None:
     units = tower(25600, 190)
     assert sum(u.numel for u in units) > 0.99e12
-    start = time.perf_counter()
+    start = time.process_time()
     held = buffers_of(Setup(units, Options(stage=3, precision="bf16"), 10_000))  # type: ignore[arg-type]
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert held.parameters + held.gradients + held.state >= closed_form(
         sum(u.numel for u in units), 10_000, 3
     )

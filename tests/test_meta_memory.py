@@ -16,6 +16,7 @@ from zeroshard.testing import Ranks
 
 MIB = 2**20
 WORLD = 2
+GOES = 3
 
 
 class Wide(nn.Module):
@@ -61,15 +62,23 @@ def growth(init: Callable[[nn.Module], None] | None) -> tuple[int, int, int, int
     return most, after, held, nbytes
 
 
+def least_growth(init: Callable[[nn.Module], None] | None) -> list[tuple[int, int, int, int]]:
+    """Of several goes, since what else happens in a process only ever adds. Each has a pool of its own: in a
+    process that has worked, what was freed before hides the growth."""
+    goes = []
+    for _ in range(GOES):
+        pool = Ranks(WORLD)
+        try:
+            goes.append(pool.run(growth, init))
+        finally:
+            pool.stop()
+    return min(goes, key=lambda ranks: max(most for most, *_ in ranks))
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("init", [None, with_temporaries])
 def test_resident_memory_is_the_share_and_one_module(init: Callable[[nn.Module], None] | None) -> None:
-    pool = Ranks(WORLD)  # of its own: in a process that has worked, what was freed before hides the growth
-    try:
-        got = pool.run(growth, init)
-    finally:
-        pool.stop()
-    for most, after, held, nbytes in got:
+    for most, after, held, nbytes in least_growth(init):
         assert held == pytest.approx(nbytes / WORLD, rel=0.01)
         unit = nbytes / 10
         assert most < held + 1.5 * unit, f"{most / MIB:.0f} MiB where {held / MIB:.0f} are held"

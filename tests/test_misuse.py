@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import distribute_module
 from torch.optim import SGD, AdamW, Optimizer
 
 import zeroshard as zs
+from zeroshard.planning.promise import ShardKeys
 from zeroshard.testing import ranks
 
 Trained = tuple[nn.Module, Optimizer, zs.Run]
@@ -142,6 +144,35 @@ def test_model_on_two_devices() -> None:
 def test_unknown_option() -> None:
     with pytest.raises(zs.OptionError, match=r"shard\(\) has no option 'stages'\. Did you mean \"stage\"\?"):
         zs.shard(Net(), stages=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("limt", "limit"),
+        ("host_limt", "host_limit"),
+        ("inits", "init"),
+        ("plann", "plan"),
+        ("groups", "group"),
+        ("optimiser", "optimizer"),
+        ("stgae", "stage"),
+    ],
+)
+def test_an_unknown_option_is_told_the_nearest_of_all_that_there_are(typed: str, meant: str) -> None:
+    """Also where another one could not be without what was mistyped."""
+    given: dict[str, Any] = {"batch": torch.ones(1, 2), typed: "1GiB"}
+    with pytest.raises(zs.OptionError, match=rf'has no option {typed!r}\. Did you mean "{meant}"\?') as told:
+        zs.shard(Net(), **given)
+    known = str(told.value).split("Known: ")[1].rstrip(".").split(", ")
+    parameters = signature(zs.shard).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} | set(ShardKeys.__annotations__)
+    assert set(known) == named - {"model"}
+
+
+def test_ranks_are_no_option() -> None:
+    said = r"shard\(\) has no option 'ranks': it takes .* run --ranks 4 .*plan\(\.\.\., ranks=4\) says"
+    with pytest.raises(zs.OptionError, match=said):
+        zs.shard(Net(), ranks=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(("options", "said"), [

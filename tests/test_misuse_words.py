@@ -60,7 +60,6 @@ OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: zs.Adaptive([zs.EveryStep(), zs.Delayed()], window=2),
         "Adaptive.window=2 must be 3 steps or more.",
     ),
-    "steps of delay": (lambda: zs.Delayed(steps=2), "Delayed(steps=2): one step is what there is. It gives"),
     "momentum": (
         lambda: zs.Nesterov(momentum=1.0),
         "Nesterov.momentum=1.0 must be at least 0 and below 1.",
@@ -270,6 +269,18 @@ def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measuring_what_is_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["machine", "--device", "abacus"]) == 1
     assert "OptionError: --device 'abacus' is no device: cpu or cuda:0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "meta"])
+def test_measuring_a_device_of_another_kind(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not taken for the CPU, and nothing is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["machine", "--device", device]) == 1
+    said = f"OptionError: {device} cannot be measured: ZeroShard runs on cpu and cuda. Name one of these."
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_measuring_the_disk_of_no_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from offload_case import make_model, thirds
 
 import zeroshard as zs
-from zeroshard.count.placement import RESTS, Budget, Buffering, Bytes, Demand, Wish, arrange
+from zeroshard.count.placement import RESTS, Budget, Buffering, Bytes, Demand, Placement, Rest, Wish, arrange
 
 
 def units(count: int, state: int = 12, weight: int = 2) -> list[Demand]:
@@ -20,18 +20,23 @@ def units(count: int, state: int = 12, weight: int = 2) -> list[Demand]:
     ]
 
 
+def bytes_at(placement: Placement, rest: Rest) -> int:
+    state = sum(place.state_bytes for place in placement if place.optimizer == rest)
+    return state + sum(place.parameter_bytes for place in placement if place.parameters == rest)
+
+
 def test_all_of_it_stays_on_the_device_where_it_fits() -> None:
     found = arrange(units(4), Budget(device=4 * 14, host=0, disk=0))
     assert not found.has("host")
     assert not found.has("disk")
-    assert found.bytes_at("device") == 56
+    assert bytes_at(found, "device") == 56
 
 
 def test_the_first_units_get_the_device_and_parameters_come_before_state() -> None:
     found = arrange(units(5), Budget(device=10 + 24, host=12, disk=None))
     assert [p.optimizer for p in found] == ["device", "device", "host", "disk", "disk"]
     assert {p.parameters for p in found} == {"device"}
-    assert [found.bytes_at(rest) for rest in RESTS] == [34, 12, 24]
+    assert [bytes_at(found, rest) for rest in RESTS] == [34, 12, 24]
 
 
 def test_a_unit_too_large_keeps_no_smaller_one_out() -> None:
@@ -58,7 +63,7 @@ def test_what_offloading_itself_takes_is_left_free() -> None:
     for rest in ("device", "host"):
         limit = Budget(device=20, host=19).at(rest)  # type: ignore[arg-type]
         assert limit is not None
-        assert found.bytes_at(rest) + need.needed(found.places)[rest] <= limit  # type: ignore[arg-type,index]
+        assert bytes_at(found, rest) + need.needed(found.places)[rest] <= limit  # type: ignore[arg-type,index]
 
 
 def test_tiers_that_were_named_are_kept_to() -> None:
@@ -86,14 +91,14 @@ def test_nothing_is_offloaded_that_would_have_fitted(seed: int) -> None:
     found = arrange(demands, budget, buffering=need)
     # Where the buffers alone are too much, nothing rests in that tier.
     for rest in ("device", "host"):
-        assert found.bytes_at(rest) == 0 or found.bytes_at(rest) + need.needed(found.places)[rest] <= (
+        assert bytes_at(found, rest) == 0 or bytes_at(found, rest) + need.needed(found.places)[rest] <= (
             budget.at(rest) or 0
         )
     everything = sum(d.state.device + d.parameters.device for d in demands)
     assert (everything <= (budget.device or 0)) == (not found.has("host") and not found.has("disk"))
     for place, demand in zip(found, demands, strict=True):
         left = {
-            rest: (budget.at(rest) or 0) - need.needed(found.places)[rest] - found.bytes_at(rest)
+            rest: (budget.at(rest) or 0) - need.needed(found.places)[rest] - bytes_at(found, rest)
             for rest in RESTS
         }
         nearer = RESTS[RESTS.index(place.parameters) : RESTS.index(place.optimizer)]
@@ -107,6 +112,16 @@ def test_the_table_tells_neighbours_together() -> None:
         "blocks.2             1  device      2 B  host    12 B",
         "blocks.3 … blocks.4  2  device      4 B  disk    24 B",
     ]
+
+
+@pytest.mark.parametrize(("offload", "state"), [(None, "device"), (zs.Offload(threads=1), "host")])
+def test_the_table_has_no_sizes_where_none_were_reckoned(offload: zs.Offload | None, state: str) -> None:
+    model = make_model()
+    run = zs.shard(model, torch.optim.AdamW(model.parameters()), offload=offload)
+    head, line = run.placement.table().splitlines()
+    assert head.split() == ["units", "parameters", "state"]
+    assert line.endswith(f"  {len(run.units)}  device      {state}")
+    run.close()
 
 
 # ---------------------------------------------------------------------- shown, and part of the plan

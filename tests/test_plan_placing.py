@@ -146,6 +146,9 @@ def test_a_policy_narrows_what_is_planned() -> None:
     assert {c.stage for c in plan.candidates} == {0, 1, 2, 3}
     again = zs.Plan.from_json(plan.to_json())
     assert again.options()["sync"] == zs.Delayed()
+    former = plan.to_json().replace('"type": "Delayed",', '"type": "Delayed", "steps": 1,')
+    assert former != plan.to_json()
+    assert zs.Plan.from_json(former).options() == plan.options(), "what earlier versions wrote is read"
 
 
 # Rows dealt level.

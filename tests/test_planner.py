@@ -180,7 +180,7 @@ def peak_of_a_step(options: dict[str, Any], rows: int, passes: int) -> tuple[int
     model = models.GPT(even=True, blocks=6)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
-    setup = Setup(units, Options.of(options), 2, rules)
+    setup = Setup(units, Options(**options), 2, rules)
     compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in units for w in unit.weights}
     batch = torch.zeros(rows, 11, dtype=torch.int64)
     names = [unit.name for unit in units if unit.name]

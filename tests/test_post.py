@@ -217,7 +217,7 @@ def test_an_error_of_the_device_ends_the_service(what: str) -> None:
         began = time.monotonic()
         until(lambda: office.post.error == 719)
         assert not office.post.wait(parcels[-1], 20)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15  # not the 20 s that it would have waited
         assert sum(parcel.record.error == 719 for parcel in parcels) in range(1, 5)
 
 

@@ -173,6 +173,22 @@ def test_sessions_share_tests_out(tmp_path: Path) -> None:
     assert "no tests ran" in inner_pytest(tmp_path, code, *share)
 
 
+@pytest.mark.parametrize("wrong", ["check", "format"])
+def test_lint_is_rules_and_format(wrong: str, tmp_path: Path) -> None:
+    """Both are run, and either ends in failure."""
+    found = re.search(
+        r"^lint\(\) \{\n.*?^\}\n", (ROOT / "do").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert found
+    ruff = tmp_path / "bin" / "ruff"
+    ruff.parent.mkdir()
+    ruff.write_text(f'#!/bin/sh\necho "$@"\n[ "$1" != {wrong} ]\n')
+    ruff.chmod(0o755)
+    script = f"set -euo pipefail\nVENV={tmp_path}\n{found[0]}lint"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "check .\nformat --check .\n")
+
+
 def test_chores_are_documented_where_they_are() -> None:
     """`./do help` prints every chore that the script knows."""
     script = (ROOT / "do").read_text(encoding="utf-8")

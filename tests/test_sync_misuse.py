@@ -35,7 +35,6 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], word: str
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: zs.Delayed(steps=2),
         lambda: zs.Local(steps=0),
         lambda: zs.Local(steps=2, fragments=3),
         lambda: zs.Local(rates=(1.0, 0.0)),

@@ -31,7 +31,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__getattr__("__all__"), *globals()})
+    """The public names and what every module has; not what this file itself uses."""
+    return sorted({*__getattr__("__all__"), *(name for name in globals() if name.startswith("__"))})
 
 
 speak_at_the_end()

@@ -8,8 +8,8 @@ file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import dataclass
+from typing import Literal, TypedDict, get_args
 
 from .codec import Codec, Compression
 from .errors import OptionError, did_you_mean
@@ -219,23 +219,6 @@ class Options:
                 "owner straight to every rank, and would cross between nodes once for each. Pass stage=1, or "
                 'transport="gloo".'
             )
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> Options:
-        """Options from keyword arguments; an unknown name is an error that offers the nearest one."""
-        known = [f.name for f in fields(cls)]
-        if "ranks" in given:
-            raise OptionError(
-                "shard() has no option 'ranks': it takes the processes that there are (group=). Start them "
-                f"with `zeroshard run --ranks {given['ranks']} script.py`; zs.plan(..., "
-                f"ranks={given['ranks']}) says what they would need."
-            )
-        for name in given:
-            if name not in known:
-                raise OptionError(
-                    f"shard() has no option {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
-                )
-        return cls(**given)
 
     @property
     def numerics(self) -> Numerics:

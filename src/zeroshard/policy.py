@@ -76,18 +76,14 @@ class Delayed:
 
     `warmup_steps`: so many updates at first use the gradient of their own step, exactly as `EveryStep` does:
     early in training a gradient ages fastest. The step after them is the one whose update does nothing.
+
+    Where a step is not time enough for the link, see `Local`.
     """
 
-    steps: int = 1
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.steps != 1:
-            raise OptionError(
-                f"Delayed(steps={self.steps!r}): one step is what there is. It gives a reduction the time of "
-                "a whole step already; where that is not enough, see Local(steps=...)."
-            )
         if self.warmup_steps < 0:
             raise OptionError(f"Delayed(warmup_steps={self.warmup_steps}): 0 or more is needed.")
 

@@ -179,20 +179,26 @@ def read_head(folder: Path) -> Head:
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint at `path`, proven consistent in itself; raises `CheckpointError`."""
     folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder, so not a checkpoint.")
+    refuse_other(folder)
     if not os.path.lexists(folder / NAME):
-        raise CheckpointError(_without_manifest(folder))
+        files = len(_rank_files(folder))
+        raise CheckpointError(f"{folder} holds {files} rank files and no {NAME}, so its save did not finish.")
     return decode(_read(folder, LIMIT + 1), str(folder / NAME))
 
 
-def _without_manifest(folder: Path) -> str:
-    names = os.listdir(folder)
-    if files := [name for name in names if RANK_FILE.fullmatch(name)]:
-        return f"{folder} holds {len(files)} rank files and no {NAME}, so its save did not finish."
-    inside = sorted(name for name in names if os.path.lexists(folder / name / NAME))
+def refuse_other(folder: Path) -> None:
+    """Raises where a path leads to no checkpoint at all, not even to an unfinished one."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder, so not a checkpoint.")
+    if os.path.lexists(folder / NAME) or _rank_files(folder):
+        return
+    inside = sorted(name for name in os.listdir(folder) if os.path.lexists(folder / name / NAME))
     hint = f" It holds checkpoints, for example {folder / inside[-1]}: name one of them." if inside else ""
-    return f"{folder} holds no {NAME}, so it is not a checkpoint.{hint}"
+    raise CheckpointError(f"{folder} holds no {NAME}, so it is not a checkpoint.{hint}")
+
+
+def _rank_files(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if RANK_FILE.fullmatch(name)]
 
 
 def _read(folder: Path, limit: int) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from zeroshard.errors import CheckpointError
 
 from . import shelf
-from .manifest import NAME, read_manifest
+from .manifest import NAME, read_manifest, refuse_other
 from .reader import Reader
 
 _MOST = 1000  # problems listed
@@ -37,8 +37,9 @@ class Report:
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None) -> Report:
     """Read all of a checkpoint against its checksums. `progress` is told the bytes read since it was last
-    told."""
+    told. Raises `CheckpointError` where `path` leads to none: that is a slip, not damage."""
     folder = Path(os.path.abspath(path))
+    refuse_other(folder)
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -18,6 +18,8 @@ from typing import Protocol, cast
 
 from zeroshard.errors import ZeroShardError
 
+from ._parser import Parser
+
 __all__ = ["Command", "commands", "main"]
 
 _USAGE = 2
@@ -60,13 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zeroshard: {unknown(words[0])}", file=sys.stderr)
         return _USAGE
     command = load(words[0])
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         f"zeroshard {words[0]}",
         description=command.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     command.configure(parser)
+    parser.refuse_unknown(words[1:])
     arguments = parser.parse_args(words[1:])
     try:
         return command.run(arguments)

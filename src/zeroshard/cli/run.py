@@ -52,7 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("-m", dest="module", action="store_true", help="the target is a module's name, as in python -m")
     add("target", help="the script, or the module after -m")
-    add("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    passed = add("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    passed.required = False  # argparse would ask for them where the target is missing
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,11 +28,11 @@ from .sums import sum_pieces
 from .transport import (
     HEAD,
     Add,
+    AddingTransport,
     Cuts,
     Land,
     Region,
     Spans,
-    Transport,
     Work,
     fold,
     length_of,
@@ -55,11 +55,10 @@ Finish = Callable[[], None]
 Tails = Sequence[ctypes.c_ubyte]
 
 
-class GlooTransport(Transport):
+class GlooTransport(AddingTransport):
     """Sends and receives over gloo. Regions are host memory, also where the device is a GPU."""
 
     name = "gloo"
-    adds_here = True
     overlaps = direct = True
 
     def __init__(
@@ -123,11 +122,6 @@ class GlooTransport(Transport):
             self._link.wait(job)
 
     # Traffic
-
-    def reduce(
-        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
-    ) -> Work:
-        return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale)
 
     def reduce_by(
         self,

@@ -123,6 +123,7 @@ class Link:
         self._closed = threading.Event()
         peers = [peer for peer in range(size) if peer != rank]
         self._notes = {peer: torch.zeros(_NOTE, dtype=torch.uint8) for peer in peers}
+        # Kept, though nobody waits for them: gloo forgets a receive when its work is let go of.
         self._note_works = [gloo.recv([note], peer, _NOTE_TAG) for peer, note in self._notes.items()]
         look_after(self, self._closed, _LOOK)
 

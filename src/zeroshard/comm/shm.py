@@ -31,7 +31,7 @@ from .control import EPOCH, MAX_LANES, Control, consumed, posted
 from .crossed import named, started
 from .pull import Copies, Dealt, Gather, totals
 from .sums import sum_pieces
-from .transport import Add, Cuts, Fetch, Land, Region, Spans, Transport, Work, fold, length_of, parts_of
+from .transport import Add, AddingTransport, Cuts, Fetch, Land, Region, Spans, Work, fold, length_of, parts_of
 from .watch import LONG, asked_for, look_after
 from .whereabouts import Whereabouts
 
@@ -41,11 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["ShmTransport"]
 
 
-class ShmTransport(Transport):
+class ShmTransport(AddingTransport):
     """Shared memory between ranks of one host. Ranks may be processes, or threads that share a store."""
 
     name = "shm"
-    adds_here = True
 
     def __init__(
         self,
@@ -127,11 +126,6 @@ class ShmTransport(Transport):
                 control.wait(consumed(lane), target, lambda: f"peers to take their pieces [{region.key}]")
 
     # Traffic
-
-    def reduce(
-        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
-    ) -> Work:
-        return self.reduce_blocks(kind, key, wire, pieces, [out], scale)
 
     def reduce_by(
         self,

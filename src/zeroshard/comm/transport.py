@@ -15,7 +15,10 @@ import torch
 from zeroshard.count.layout import Lengths
 from zeroshard.errors import RankError
 
+from .sums import sum_pieces
+
 __all__ = [
+    "AddingTransport",
     "Counters",
     "Cuts",
     "Done",
@@ -320,6 +323,17 @@ class Transport(ABC):
             self.counters.add_sent("broadcast", total * (self.size - 1), total * len(self._far))
         else:
             self.counters.add_received("broadcast", total)
+
+
+class AddingTransport(Transport):
+    """One whose sums are made on this side, by the thread that waits: a subclass says how by `reduce_by`."""
+
+    adds_here = True
+
+    def reduce(
+        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+    ) -> Work:
+        return self.reduce_by(sum_pieces, kind, key, wire, pieces, out, scale)
 
 
 def slices(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:

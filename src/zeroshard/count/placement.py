@@ -84,7 +84,8 @@ class Buffering:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one unit rests, and what it takes there."""
+    """Where one unit rests, and what it takes there: zero where the options name the tier, so that nothing
+    was reckoned."""
 
     unit: str
     optimizer: Rest
@@ -117,13 +118,6 @@ class Placement:
         """Whether any state or parameter rests there."""
         return any(rest in (place.optimizer, place.parameters) for place in self.places)
 
-    def bytes_at(self, rest: Rest) -> int:
-        """Bytes of state and parameters that rest there."""
-        return sum(
-            place.state_bytes * (place.optimizer == rest) + place.parameter_bytes * (place.parameters == rest)
-            for place in self.places
-        )
-
     def line(self) -> str:
         """For example ``state: device 5 units, 1.2 GiB; disk 3 units, 2.0 GiB · parameters: …``"""
         told = []
@@ -142,7 +136,8 @@ class Placement:
         return " · ".join(told)
 
     def table(self) -> str:
-        """One line for each run of neighbouring units that rest alike."""
+        """One line for each run of neighbouring units that rest alike; with sizes, where those were
+        reckoned."""
         rows = []
         for (optimizer, parameters), group in groupby(self.places, lambda p: (p.optimizer, p.parameters)):
             members = list(group)
@@ -151,11 +146,13 @@ class Placement:
             rows.append(
                 (name, str(len(members)), parameters, show_bytes(weights), optimizer, show_bytes(state))
             )
-        head = ("units", "", "parameters", "", "state", "")
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines: list[tuple[str, ...]] = [("units", "", "parameters", "", "state", ""), *rows]
+        if not any(place.state_bytes or place.parameter_bytes for place in self.places):
+            lines = [(line[0], line[1], line[2], line[4]) for line in lines]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
         )
 
 

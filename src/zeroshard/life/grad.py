@@ -100,10 +100,8 @@ class Gradients:
             self._aside[bucket.index] = [
                 g.clone() if g is not None and g.data_ptr() in ours else g for g in locals_
             ]
-            for param in bucket.params:
-                param.home.grad = (
-                    None  # so that what a penalty on the weights adds meanwhile can be told apart
-                )
+            for param in bucket.params:  # what a penalty on the weights adds meanwhile can be told apart
+                param.home.grad = None
 
     def _progress(self) -> None:
         while self._flying and self._flying[0][1].poll():
@@ -239,17 +237,11 @@ class LocalBucket:
         dtype: torch.dtype,
         sink: Sink,
     ) -> None:
-        self.params, self.spans, self.numel, self.dtype, self.sink = (
-            list(params),
-            list(spans),
-            numel,
-            dtype,
-            sink,
-        )
+        self.params, self.spans = list(params), list(spans)
+        self.numel, self.dtype, self.sink = numel, dtype, sink
         self.waiting = len(self.params)
-        self._padded = (
-            sum(n for _, n in self.spans) < numel
-        )  # padding counts towards the norm, so it must be zero
+        # Padding counts towards the norm, so it must be zero.
+        self._padded = sum(n for _, n in self.spans) < numel
 
     @torch.no_grad()
     def send(self) -> None:

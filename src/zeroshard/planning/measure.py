@@ -40,6 +40,8 @@ PLACES = 4  # of staging memory: as many parts are in hand
 def here(device: torch.device, again: bool = False) -> Machine:
     """This machine, from the cache or measured (under a second on a CPU; on a GPU some seconds, and up to
     2 GiB of it, which are given back)."""
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"{device} cannot be measured: ZeroShard runs on cpu and cuda. Name one of these.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"{device} cannot be measured: torch sees no GPU.")
     path = cache_folder() / f"machine-{_identity(device)}.json"

@@ -285,14 +285,19 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+# Fields that records had in earlier plans, and that had one value only.
+_GONE = {"Delayed": ("steps",)}
+
+
 def from_plain(value: Any) -> Any:
     """The other way."""
     if isinstance(value, list | tuple):
         return tuple(from_plain(item) for item in value)
     if not isinstance(value, Mapping):
         return value
-    made = {name: from_plain(item) for name, item in value.items()}
-    kind = made.pop("type", None)
+    kind = value.get("type")
+    gone = ("type", *_GONE.get(str(kind), ()))
+    made = {name: from_plain(item) for name, item in value.items() if name not in gone}
     if kind == "float":
         return float(made["value"])
     found = records().get(str(kind))

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import refuse
 from zeroshard.config import Options
-from zeroshard.errors import ModelError, OptionError
+from zeroshard.errors import ModelError, OptionError, did_you_mean
 from zeroshard.launch.environment import join
 from zeroshard.life.step import unstepped
 from zeroshard.life.units import find_units
-from zeroshard.planning.promise import Wish
+from zeroshard.planning.promise import ShardKeys, Wish
 from zeroshard.planning.unfit import (
     refuse_model,
     refuse_optimizers,
@@ -29,6 +29,9 @@ from zeroshard.planning.unfit import (
 )
 
 from .hooks import is_sharded
+
+#: All that `shard()` can be told beside the model.
+KEYWORDS = (*ShardKeys.__annotations__, "optimizer", "group", "init")
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Asked:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Any, init: object, keywords: dict[str, Any]) -> Asked:
+        _refuse_unknown(keywords)
         wish = Wish.taken_from(keywords)
-        options = Options.of(keywords or wish.options)
+        options = Options(**(keywords or wish.options))
         given = [] if optimizer is None else optimizer
         optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
         refuse_misuse(model, optimizers, options, init)
@@ -68,6 +72,22 @@ def admit(model: nn.Module, optimizer: Any, init: object, keywords: dict[str, An
 def _join(group: object) -> None:
     if group is None:
         join()
+
+
+def _refuse_unknown(keywords: dict[str, Any]) -> None:
+    """A name that `shard()` does not know, with the nearest of those that it does."""
+    if "ranks" in keywords:
+        ranks = keywords["ranks"]
+        raise OptionError(
+            "shard() has no option 'ranks': it takes the processes that there are (group=). Start them "
+            f"with `zeroshard run --ranks {ranks} script.py`; zs.plan(..., ranks={ranks}) says what they "
+            "would need."
+        )
+    for name in keywords:
+        if name not in KEYWORDS:
+            raise OptionError(
+                f"shard() has no option {name!r}.{did_you_mean(name, KEYWORDS)} Known: {', '.join(KEYWORDS)}."
+            )
 
 
 def refuse_misuse(

@@ -76,7 +76,7 @@ class Paging:
         """Start to bring a page in; waits for a berth, and for an earlier write of the page."""
         with self._changed:
             while page.rest is not Rest.AWAY or not self._free:
-                self._pause(page)
+                self._pause()
             berth = next((b for b in self._free if b.holds is page), self._free[0])
             self._free.remove(berth)
             page.berth = berth
@@ -90,7 +90,7 @@ class Paging:
         """The bytes of a page that was fetched, once they are here."""
         with self._changed:
             while page.rest is not Rest.HERE:
-                self._pause(page)
+                self._pause()
             assert page.berth is not None
             return page.berth.memory[: page.nbytes]
 
@@ -110,7 +110,7 @@ class Paging:
         """Wait until what was written is on the disk."""
         with self._changed:
             while page.rest is not Rest.AWAY:
-                self._pause(page)
+                self._pause()
 
     # ------------------------------------------------------------------ some bytes of a page
 
@@ -201,7 +201,7 @@ class Paging:
             page.berth, page.rest = None, Rest.AWAY
             self._changed.notify_all()
 
-    def _pause(self, page: Page) -> None:
+    def _pause(self) -> None:
         """Wait for a change, with the lock held."""
         self.check()
         self._changed.wait(1.0)
