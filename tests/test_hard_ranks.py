@@ -172,3 +172,33 @@ def of_two(stage: int | None) -> dict[str, Tensor]:
 def test_zero_grad_of_one_optimizer_leaves_the_other_ones_gradients(stage: int) -> None:
     for rank, weights in enumerate(ranks(2).run(of_two, stage)):
         same_tensors(weights, of_two(None), 1e-9, f"on rank {rank}")
+
+
+def evaluated_alone(stage: int, transport: str) -> list[float]:
+    """Rank 0 evaluates after every step, while the others go on to a collective of their own."""
+    model = in_float64(Pair)
+    optimizer = adamw(model.parameters())
+    run, found = zs.shard(model, optimizer, stage=stage, transport=transport), []
+    for step in range(3):
+        output(model, rows(step, run.rank, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.publish()
+        if run.rank == 0:
+            with torch.no_grad():
+                found.append(float(output(model, rows(9, 0, 6))))
+        dist.barrier()
+    with run.gathered(), torch.no_grad():
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run.close()
+    if run.rank == 0:
+        model.load_state_dict(whole)
+        assert float(output(model, rows(9, 0, 6)).detach()) == pytest.approx(found[-1], rel=1e-12)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "transport"), [(1, "shm"), (3, "shm"), (1, "gloo"), (2, "gloo")])
+def test_a_rank_may_evaluate_alone_what_all_have_published(stage: int, transport: str) -> None:
+    first, second = ranks(2).run(evaluated_alone, stage, transport)
+    assert len(set(first)) == 3
+    assert second == []
