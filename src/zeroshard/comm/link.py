@@ -35,7 +35,7 @@ from zeroshard.errors import RankError
 from . import failure
 from .crossed import Started, named, started
 from .rendezvous import Rendezvous
-from .watch import LONG, Watch, look_after
+from .watch import LONG, Watch, look_after, part_from
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ class Link:
         self._whereabouts = Whereabouts()
         self._tags: dict[str, int] = {}
         self._post: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_deliver, args=(self._post,), name="zeroshard post", daemon=True).start()
+        post = threading.Thread(target=_deliver, args=(self._post,), name="zeroshard post", daemon=True)
+        post.start()
         weakref.finalize(self, self._post.put, None)
         self._waiting: tuple[Job, float] | None = None
         self._verdict: str | None = None
@@ -124,7 +125,7 @@ class Link:
         peers = [peer for peer in range(size) if peer != rank]
         self._notes = {peer: torch.zeros(_NOTE, dtype=torch.uint8) for peer in peers}
         self._note_works = [gloo.recv([note], peer, _NOTE_TAG) for peer, note in self._notes.items()]
-        look_after(self, self._closed, _LOOK)
+        self._threads = [look_after(self, self._closed, _LOOK), post]
 
     def tag(self, lane: str, number: int) -> None:
         """Give a lane its tag: the same number on every rank, and no other lane's."""
@@ -274,6 +275,7 @@ class Link:
         threads = [
             threading.Thread(target=self._tell, args=(peer, note), daemon=True) for peer in self._notes
         ]
+        self._threads += threads
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + _GRACE
@@ -282,7 +284,7 @@ class Link:
 
     def _tell(self, peer: int, note: torch.Tensor) -> None:
         try:
-            self._gloo.send([note], peer, _NOTE_TAG).wait()
+            self._gloo.send([note], peer, _NOTE_TAG).wait(timedelta(seconds=_GRACE))
         except RuntimeError:
             return
 
@@ -302,9 +304,10 @@ class Link:
             return  # the peer is gone, and wants nothing any more
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Let go of the connections, and of the threads that use them: [Note: threads inside torch]."""
         self._closed.set()
         self._post.put(None)
+        part_from(self._threads)
 
 
 def _deliver(post: SimpleQueue[Callable[[], None] | None]) -> None:

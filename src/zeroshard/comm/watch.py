@@ -22,10 +22,21 @@ from .crossed import CALLED, Started, differ
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["LONG", "PATIENCE", "Entry", "Watch", "alike", "asked_for", "disagreement", "look_after"]
+__all__ = [
+    "LONG",
+    "PATIENCE",
+    "Entry",
+    "Watch",
+    "alike",
+    "asked_for",
+    "disagreement",
+    "look_after",
+    "part_from",
+]
 
 LONG = 5.0
 PATIENCE = 8.0
+PARTING = 3.0  # seconds; a thread that is stuck in torch is left behind
 _LOOK = 1.0
 _ASKS, _NAMELESS = "all ranks to compute ", "with tensors without a name"
 
@@ -159,12 +170,26 @@ class Looker(Protocol):
     def look(self) -> None: ...
 
 
-def look_after(looker: Looker, closed: threading.Event, every: float) -> None:
-    """Call `looker.look()` from a thread of its own as long as it lives and is not closed."""
+def look_after(looker: Looker, closed: threading.Event, every: float) -> threading.Thread:
+    """Call `looker.look()` from a thread of its own, returned, as long as it lives and is not closed."""
     thread = threading.Thread(
         target=_look_after, args=(weakref.ref(looker), closed, every), name="zeroshard guard", daemon=True
     )
     thread.start()
+    return thread
+
+
+def part_from(threads: Iterable[threading.Thread]) -> None:
+    """Wait until threads have ended that were told to, but not for ever.
+
+    [Note: threads inside torch] A thread that comes back from a call into torch after the interpreter has
+    ended is ended by it, through a destructor in C++ that may not be left so: the process aborts (SIGABRT in
+    place of its exit code). So whoever has such threads parts from them before the end.
+    """
+    deadline = time.monotonic() + PARTING
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _look_after(looker: weakref.ref[Looker], closed: threading.Event, every: float) -> None:
