@@ -82,7 +82,9 @@ def test_optimizer_with_state() -> None:
 
 def test_optimizers_that_cannot_be_sharded() -> None:
     model = Net()
-    with pytest.raises(zs.ModelError, match=r"LBFGS needs inner products over all parameters"):
+    with pytest.raises(
+        zs.ModelError, match=r"LBFGS needs inner products .* no stage gives it, .* AdamW, SGD"
+    ):
         zs.shard(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(
         zs.OptionError, match=r'split="rows" gives Adafactor rows of a matrix, and it looks at'
@@ -158,6 +160,9 @@ def test_unknown_option() -> None:
     ({"transport": "mpi"}, r"transport='mpi' is not one of auto, shm, gloo, nodes, nccl"),
     ({"units": "none", "recompute": True}, r'recompute=True recomputes units, and units="none" leaves none'),
     ({"units": "none", "recompute": "blocks.*"}, r'recompute pattern "blocks\.\*" matches none of the 0'),
+    ({"stage": 2, "prefetch": 4}, r"prefetch=4 gathers parameters ahead of their use, and stage 2 keeps all"),
+    ({"stage": 0, "split": "level"}, r'split="level" says how tensors are divided, and stage 0 divides none'),
+    ({"precision": zs.Precision(keep="*")}, r"Precision\.keep=\('\*',\) keeps all 4 parameters in float32, and"),
     ({"transport": "nccl"}, r"transport 'nccl' needs a process group and there is none: start with `zeros"),
     ({"transport": "shm"}, r"transport 'shm' needs a process group and there is none"),
 ])  # fmt: skip
@@ -168,6 +173,33 @@ def test_options_that_cannot_take_effect(options: dict[str, Any], said: str) -> 
         zs.shard(model, AdamW(model.parameters()), **options)
     assert all(p is before[n] for n, p in model.named_parameters())  # nothing was touched
     backward(model)
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({"clip_norm": 1.0}, "gradients are clipped in its step"),
+    ({"offload": zs.Offload()}, "what is offloaded here is its state"),
+    ({"sync": zs.Delayed()}, "the ranks meet, or stay apart, in its step"),
+    ({"sync": zs.Local(), "stage": 0}, "the ranks meet, or stay apart, in its step"),
+])  # fmt: skip
+def test_options_of_a_step_that_no_optimizer_makes(options: dict[str, Any], why: str) -> None:
+    name = next(iter(options))
+    said = rf"{name}= changes nothing without an optimizer: {why}.* Pass it, .* or drop {name}=\."
+    for none in (None, []):
+        with pytest.raises(zs.OptionError, match=said):
+            zs.shard(Net(), none, **options)
+
+
+def test_options_that_a_run_without_an_optimizer_has_a_use_for() -> None:
+    """It evaluates, or has an optimizer that is built later."""
+    for options in (
+        {"offload": zs.Offload(optimizer="device", parameters="host")},
+        {"precision": "bf16", "prefetch": 2},
+        {"stage": 1, "prefetch": 1, "compress": zs.Int8()},
+    ):
+        model = Net()
+        run = zs.shard(model, **options)  # type: ignore[arg-type]
+        backward(model)
+        run.close()
 
 
 def nccl_without_gpus() -> str:

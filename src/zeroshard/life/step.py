@@ -69,8 +69,9 @@ def refuse_unfit(optimizer: Optimizer) -> None:
     """Optimizers that look across parameters, or want sparse gradients, have no meaning on shards."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            "LBFGS needs inner products over all parameters and several passes a step: it works unsharded "
-            "only."
+            "LBFGS needs inner products over all parameters and several passes a step, which no stage gives "
+            "it, not even on one rank. Train without zs.shard() on one process, or with AdamW, SGD or another "
+            "optimizer of one pass."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ModelError("SparseAdam needs sparse gradients, and reduced gradients are dense: use AdamW.")

@@ -130,6 +130,11 @@ def refuse_precision(model: nn.Module, precision: Precision | None) -> None:
         return
     names = [name for name, p in model.named_parameters() if p.is_floating_point()]
     kept = set(matching(precision.keep, names, "Precision.keep", "parameters"))
+    if kept == set(names) and precision.compute != precision.master:
+        raise OptionError(
+            f"Precision.keep={precision.keep!r} keeps all {len(names)} parameters in {precision.master}, and "
+            f"none is left that computes in {precision.compute}: keep fewer, or drop precision=."
+        )
     mixed = list(_mixed_statistics(model, precision, kept))
     if not mixed:
         return
