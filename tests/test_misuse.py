@@ -82,9 +82,7 @@ def test_optimizer_with_state() -> None:
 
 def test_optimizers_that_cannot_be_sharded() -> None:
     model = Net()
-    with pytest.raises(
-        zs.ModelError, match=r"LBFGS needs inner products .* no stage gives it, .* AdamW, SGD"
-    ):
+    with pytest.raises(zs.ModelError, match=r"LBFGS needs .* no stage gives it, .* use AdamW, SGD"):
         zs.shard(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(
         zs.OptionError, match=r'split="rows" gives Adafactor rows of a matrix, and it looks at'
@@ -162,7 +160,7 @@ def test_unknown_option() -> None:
     ({"units": "none", "recompute": "blocks.*"}, r'recompute pattern "blocks\.\*" matches none of the 0'),
     ({"stage": 2, "prefetch": 4}, r"prefetch=4 gathers parameters ahead of their use, and stage 2 keeps all"),
     ({"stage": 0, "split": "level"}, r'split="level" says how tensors are divided, and stage 0 divides none'),
-    ({"precision": zs.Precision(keep="*")}, r"Precision\.keep=\('\*',\) keeps all 4 parameters in float32, and"),
+    ({"precision": zs.Precision(keep="*")}, r"Precision\.keep=\('\*',\) keeps all 4 parameters in float32"),
     ({"transport": "nccl"}, r"transport 'nccl' needs a process group and there is none: start with `zeros"),
     ({"transport": "shm"}, r"transport 'shm' needs a process group and there is none"),
 ])  # fmt: skip

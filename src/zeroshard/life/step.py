@@ -70,7 +70,7 @@ def refuse_unfit(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
             "LBFGS needs inner products over all parameters and several passes a step, which no stage gives "
-            "it, not even on one rank. Train without zs.shard() on one process, or with AdamW, SGD or another "
+            "it, not even on one rank. Train in one process without zs.shard(), or use AdamW, SGD or another "
             "optimizer of one pass."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
