@@ -114,6 +114,7 @@ class Link:
         post.start()
         weakref.finalize(self, self._post.put, None)
         self._waiting: tuple[Job, float] | None = None
+        self._place: tuple[Job | None, str] = (None, "")  # of the program, in the last long wait
         self._verdict: str | None = None
         self._overdue: Callable[[], str | None] = lambda: None
         self._give_up: Callable[[str], None] = lambda trouble: None
@@ -187,13 +188,19 @@ class Link:
         waited = time.monotonic() - since
         trouble = self.note()
         if trouble is None and waited > LONG:
-            trouble = self._watched(job)
+            trouble = self._watched(self._placed(job))
         if trouble is None and waited > self.timeout:
             trouble = f"{self._me} waited {waited:.0f} s for {job.label} and got no answer in that time"
         if trouble is not None and self._waiting is waiting:
             self._verdict = trouble
             self.report(trouble)
             self._break()
+
+    def _placed(self, job: Job) -> Job:
+        """With where the program is; looked up once for each wait, which takes a while."""
+        if self._place[0] is not job:
+            self._place = job, self._whereabouts.caller()
+        return Job(job.label + self._place[1], job.lane, job.turn)
 
     def _look_elsewhere(self) -> None:
         label = self._overdue()

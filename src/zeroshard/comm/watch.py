@@ -38,6 +38,12 @@ LONG = 5.0
 PATIENCE = 8.0
 PARTING = 3.0  # seconds; a thread that is stuck in torch is left behind
 _LOOK = 1.0
+_GATHERS = "its gather ["
+_APART = (
+    " Here every rank gathers a unit, which all ranks must do at stage 3: where they use different ones "
+    "(experts), compute inside run.kept_full(), which gathers all of them, for training too; or let one "
+    "unit hold all branches, as the default units do inside a block (drop units=)."
+)
 _ASKS, _NAMELESS = "all ranks to compute ", "with tensors without a name"
 
 
@@ -163,6 +169,7 @@ def disagreement(labels: list[str], names: Sequence[int] | None = None) -> str:
     return (
         f"ranks wait for different things and none can go on: {listed}. Every rank must run the same "
         "program; check branches, loop lengths and early exits that depend on the rank."
+        f"{_APART if all(label.startswith(_GATHERS) for label in labels) else ''}"
     )
 
 
