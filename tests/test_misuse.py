@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import zeroshard as zs
@@ -126,6 +127,57 @@ def shard_what_another_library_has_sharded() -> str:
 def test_model_of_dtensors() -> None:
     said = "this model holds DTensors: another library has sharded it. Pass a plain model."
     assert ranks(2).run(shard_what_another_library_has_sharded) == [said, said]
+
+
+def shard_what_torch_has_sharded() -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own use of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    zs.shard(Net()).close()  # joins the group
+    wrapped = nn.Sequential(FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
+    plain = Net()
+    optimizer = ZeroRedundancyOptimizer(plain.parameters(), AdamW)
+    said = []
+    for model, own in ((wrapped, None), (plain, optimizer)):
+        with pytest.raises(zs.ModelError) as caught:
+            zs.shard(model, own)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.ranks
+def test_wrappers_of_torch_that_shard_themselves() -> None:
+    wrapped, optimizer = ranks(2).run(shard_what_torch_has_sharded)[1]
+    assert wrapped.startswith("`0` is wrapped in torch's FullyShardedDataParallel, which has sharded its")
+    assert optimizer.startswith("ZeroRedundancyOptimizer has given each rank parameters of its own, and")
+
+
+def set_a_whole_gradient(stage: Any) -> str:
+    model, whole = nn.Linear(4, 5), torch.ones(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run = zs.shard(model, optimizer, stage=stage)
+    before = model.weight.full_tensor().detach()  # type: ignore[operator]
+    model(torch.ones(2, 4)).sum().backward()
+    model.weight.grad = whole
+    with pytest.raises(zs.StateError) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    mesh, rows = model.weight.device_mesh, model.weight.placements
+    model.weight.grad = distribute_tensor(whole, mesh, rows)  # type: ignore[arg-type]
+    optimizer.step()
+    assert torch.equal(model.weight.full_tensor(), before - 1)  # type: ignore[operator]
+    run.close()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_whole_gradient_where_rows_belong(stage: int) -> None:
+    said = (
+        "`weight`.grad is a plain tensor of shape (5, 4), and a gradient here has the rows of its rank: set"
+    )
+    assert all(text.startswith(said) for text in ranks(2).run(set_a_whole_gradient, stage))
 
 
 def test_model_on_two_devices() -> None:
