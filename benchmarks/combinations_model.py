@@ -226,7 +226,7 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
     }
     options: dict[str, Any] = {
         "stage": case.stage,
-        "prefetch": case.prefetch,
+        "prefetch": case.prefetch if case.stage == 3 else None,
         "recompute": case.recompute,
         "units": units.get(case.units, case.units),
         "clip_norm": CLIPS.get(case.clip),

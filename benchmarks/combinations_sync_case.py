@@ -278,6 +278,9 @@ def draw(seed: int) -> Case:
     looks = tuple(sorted(r.sample(LOOKS, r.choice([0, 1, 2]))))
     if "sync" in options and policy.delays(options["sync"]):
         no_sync = True
+    for name, least in (("prefetch", 3), ("split", 1)):
+        if options["stage"] < least:
+            options.pop(name, None)
     if opt == "adafactor":  # torch's own fails on an empty parameter
         flags = tuple(flag for flag in flags if flag != "empty")
     return Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -201,3 +202,75 @@ def hooked_late(stage: Any, register: str) -> str:
             handle.remove()
     run.close()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_modules_that_come_later_are_refused_where_ranks_would_part(stage: int) -> None:
+    for replaced, added, thawed in ranks(WORLD).run(came_late, stage):
+        said = "was not in the model when zs.shard() was called, and the ranks would not add up its gradients"
+        assert replaced.startswith(
+            f"`last.weight` {said}: they would train different models. Call run.close()"
+        )
+        assert added.startswith(f"`extra.0.weight` {said}")
+        assert thawed.startswith(f"`extra.0.weight` {said}")
+
+
+def came_late(stage: Any) -> list[str]:
+    """What is said of a new module in place of another, of one more, and of a frozen one that is thawed. What
+    goes back to where it was, changes its place, or does not train says nothing."""
+    model, x, said = Stack(), torch.ones(2, 4), list[str]()
+    run = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=stage)
+
+    def refused() -> None:
+        with pytest.raises(zs.StateError) as caught:
+            model(x)
+        said.append(str(caught.value))
+
+    last, model.last = model.last, nn.Linear(6, 4)
+    refused()
+    with torch.no_grad():
+        model(x)
+    model.last = last
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+    model.extra = nn.Sequential()
+    model(x).sum().backward()
+    model.extra.append(nn.Linear(4, 4))
+    refused()
+    model.extra.requires_grad_(False)
+    model(x).sum().backward()
+    model.extra.requires_grad_(True)
+    refused()
+    del model.extra
+    model(x).sum().backward()
+    run.close()
+    model.extra = nn.Linear(4, 4)
+    model(x)
+    return said
+
+
+def test_one_rank_trains_modules_that_come_later() -> None:
+    model, x = Stack(), torch.ones(2, 4)
+    run = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+    model.last = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=1.0)
+    before = model.last.weight.detach().clone()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.last.weight, before)
+    run.close()
+
+
+def test_torch_tells_nobody_of_new_modules_once_models_are_gone() -> None:
+    assert ranks(WORLD).run(told_of_modules) == [[1, 0], [1, 0]]
+
+
+def told_of_modules() -> list[int]:
+    hooks = nn.modules.module._global_module_registration_hooks
+    zs.shard(Stack())  # never closed
+    run = zs.shard(kept := Stack())
+    gc.collect()
+    some = len(hooks)
+    run.close()
+    del kept
+    gc.collect()
+    return [some, len(hooks)]

@@ -250,6 +250,22 @@ except KeyboardInterrupt:
     assert not any(map(alive, pids))
 
 
+def test_an_interrupt_of_one_rank_is_named_as_the_cause(script: Write) -> None:
+    path = script(
+        """
+import signal
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGINT)
+time.sleep(60)
+"""
+    )
+    done = launch(f"2, {str(path)!r}")
+    assert done.returncode == 130
+    said = r"rank 1 exited with code 130: KeyboardInterrupt: interrupted \(SIGINT\) at script\.py:\d+"
+    assert re.search(said, done.stderr)
+    assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_arrives_once(script: Write) -> None:
     """The terminal tells the whole process group; said again, it would interrupt the ranks' clean-up."""
     path = script(

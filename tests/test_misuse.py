@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import zeroshard as zs
@@ -84,7 +85,7 @@ def test_optimizer_with_state() -> None:
 
 def test_optimizers_that_cannot_be_sharded() -> None:
     model = Net()
-    with pytest.raises(zs.ModelError, match=r"LBFGS needs inner products over all parameters"):
+    with pytest.raises(zs.ModelError, match=r"LBFGS needs .* no stage gives it, .* use AdamW, SGD"):
         zs.shard(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(
         zs.OptionError, match=r'split="rows" gives Adafactor rows of a matrix, and it looks at'
@@ -128,6 +129,57 @@ def shard_what_another_library_has_sharded() -> str:
 def test_model_of_dtensors() -> None:
     said = "this model holds DTensors: another library has sharded it. Pass a plain model."
     assert ranks(2).run(shard_what_another_library_has_sharded) == [said, said]
+
+
+def shard_what_torch_has_sharded() -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own use of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    zs.shard(Net()).close()  # joins the group
+    wrapped = nn.Sequential(FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
+    plain = Net()
+    optimizer = ZeroRedundancyOptimizer(plain.parameters(), AdamW)
+    said = []
+    for model, own in ((wrapped, None), (plain, optimizer)):
+        with pytest.raises(zs.ModelError) as caught:
+            zs.shard(model, own)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.ranks
+def test_wrappers_of_torch_that_shard_themselves() -> None:
+    wrapped, optimizer = ranks(2).run(shard_what_torch_has_sharded)[1]
+    assert wrapped.startswith("`0` is wrapped in torch's FullyShardedDataParallel, which has sharded its")
+    assert optimizer.startswith("ZeroRedundancyOptimizer has given each rank parameters of its own, and")
+
+
+def set_a_whole_gradient(stage: Any) -> str:
+    model, whole = nn.Linear(4, 5), torch.ones(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run = zs.shard(model, optimizer, stage=stage)
+    before = model.weight.full_tensor().detach()  # type: ignore[operator]
+    model(torch.ones(2, 4)).sum().backward()
+    model.weight.grad = whole
+    with pytest.raises(zs.StateError) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    mesh, rows = model.weight.device_mesh, model.weight.placements
+    model.weight.grad = distribute_tensor(whole, mesh, rows)  # type: ignore[arg-type]
+    optimizer.step()
+    assert torch.equal(model.weight.full_tensor(), before - 1)  # type: ignore[operator]
+    run.close()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_whole_gradient_where_rows_belong(stage: int) -> None:
+    said = (
+        "`weight`.grad is a plain tensor of shape (5, 4), and a gradient here has the rows of its rank: set"
+    )
+    assert all(text.startswith(said) for text in ranks(2).run(set_a_whole_gradient, stage))
 
 
 def test_model_on_two_devices() -> None:
@@ -189,6 +241,9 @@ def test_ranks_are_no_option() -> None:
     ({"transport": "mpi"}, r"transport='mpi' is not one of auto, shm, gloo, nodes, nccl"),
     ({"units": "none", "recompute": True}, r'recompute=True recomputes units, and units="none" leaves none'),
     ({"units": "none", "recompute": "blocks.*"}, r'recompute pattern "blocks\.\*" matches none of the 0'),
+    ({"stage": 2, "prefetch": 4}, r"prefetch=4 gathers parameters ahead of their use, and stage 2 keeps all"),
+    ({"stage": 0, "split": "level"}, r'split="level" says how tensors are divided, and stage 0 divides none'),
+    ({"precision": zs.Precision(keep="*")}, r"Precision\.keep=\('\*',\) keeps all 4 parameters in float32"),
     ({"transport": "nccl"}, r"transport 'nccl' needs a process group and there is none: start with `zeros"),
     ({"transport": "shm"}, r"transport 'shm' needs a process group and there is none"),
 ])  # fmt: skip
@@ -199,6 +254,33 @@ def test_options_that_cannot_take_effect(options: dict[str, Any], said: str) -> 
         zs.shard(model, AdamW(model.parameters()), **options)
     assert all(p is before[n] for n, p in model.named_parameters())  # nothing was touched
     backward(model)
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({"clip_norm": 1.0}, "gradients are clipped in its step"),
+    ({"offload": zs.Offload()}, "what is offloaded here is its state"),
+    ({"sync": zs.Delayed()}, "the ranks meet, or stay apart, in its step"),
+    ({"sync": zs.Local(), "stage": 0}, "the ranks meet, or stay apart, in its step"),
+])  # fmt: skip
+def test_options_of_a_step_that_no_optimizer_makes(options: dict[str, Any], why: str) -> None:
+    name = next(iter(options))
+    said = rf"{name}= changes nothing without an optimizer: {why}.* Pass it, .* or drop {name}=\."
+    for none in (None, []):
+        with pytest.raises(zs.OptionError, match=said):
+            zs.shard(Net(), none, **options)
+
+
+def test_options_that_a_run_without_an_optimizer_has_a_use_for() -> None:
+    """It evaluates, or has an optimizer that is built later."""
+    for options in (
+        {"offload": zs.Offload(optimizer="device", parameters="host")},
+        {"precision": "bf16", "prefetch": 2},
+        {"stage": 1, "prefetch": 1, "compress": zs.Int8()},
+    ):
+        model = Net()
+        run = zs.shard(model, **options)  # type: ignore[arg-type]
+        backward(model)
+        run.close()
 
 
 def nccl_without_gpus() -> str:

@@ -106,14 +106,31 @@ def test_close_to_one_process(recipe: Recipe, precision: zs.Precision, world: in
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_in_bf16(stage: int) -> None:
-    """Gradients are bf16, so their norm is known to 2^-8 and no better."""
+    """Gradients are bf16, so `clip_grad_norm_` rounds their norm to bf16: stages differ by one step of it."""
     recipe = Recipe(clip=0.2, steps=8)
     trained = on_ranks(2, recipe, stage=stage, precision=BF16)
     by_hand = rank_by_rank(recipe, 2, BF16)
     assert_losses(trained[0].norms, by_hand.norms, 2**-7)
     assert_losses(mean_losses(trained), by_hand.losses, 1e-3)
+    whole = on_ranks(2, recipe, stage=0, precision=BF16)
+    assert_losses(trained[0].norms, whole[0].norms, 2**-7)
+    assert_losses(mean_losses(trained), mean_losses(whole), 1e-3)
     if stage > 1:
         assert_same_bits(trained[0].weights, on_ranks(2, recipe, stage=1, precision=BF16)[0].weights)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clip_norm_in_16_bits_measures_in_fp32(stage: int) -> None:
+    """Unlike what `clip_grad_norm_` makes of bf16 gradients. One step: what follows upon a last bit that
+    differs is rounded to 16."""
+    for recipe, precision in ((Recipe(steps=1), BF16), (Recipe(scaled=True, steps=1), FP16)):
+        norms = []
+        for one in (0, stage):
+            stats = on_ranks(2, recipe, stage=one, precision=precision, clip_norm=0.2)[0].stats
+            assert stats is not None
+            norms.append(stats.norm)
+        assert norms[0] > 0.2
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused"])

@@ -130,6 +130,16 @@ def test_units_inside_units_take_their_own_parameters() -> None:
     assert units["blocks.0.up"] == ["blocks.0.up.weight", "blocks.0.up.bias"]
 
 
+def test_units_are_no_parameters() -> None:
+    said = (
+        r'unit pattern "blocks\.0\.up\.weight" names a parameter, `weight` of `blocks\.0\.up`, and units are'
+    )
+    with pytest.raises(zs.OptionError, match=said + r' modules: write "blocks\.0\.up"\.'):
+        found(Gpt(), ("blocks.1", "blocks.0.up.weight"))
+    with pytest.raises(zs.OptionError, match=r"`weight` of the model itself, .* holds is the root's"):
+        find_units(nn.Linear(2, 2), ("weight",))
+
+
 def test_no_units() -> None:
     assert list(found(Gpt(), "none")) == ["(root)"]
 

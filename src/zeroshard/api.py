@@ -392,7 +392,7 @@ class Run(Kept):
         runtime.notice()
         if runtime.faces.mesh is not None:
             runtime.publish()  # a peer may still be in a forward that this rank did not make
-            told = runtime.transport.exchange(nested(runtime.updates))
+            told = runtime.transport.exchange(nested(runtime.updates), "run.close()")
             refuse_untimely("close", [None if one is None else str(one) for one in told])
         self._keeper.close()
         runtime.pace.wind_up()

@@ -346,8 +346,8 @@ class GlooTransport(AddingTransport):
         rows = self._letters(what, struct.pack(f"{len(values)}d", *values))
         return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
 
-    def exchange(self, value: object) -> list[object]:
-        return [json.loads(text) for text in self._mail("an exchange", value)]
+    def exchange(self, value: object, what: str = "an exchange") -> list[object]:
+        return [json.loads(text) for text in self._mail(what, value)]
 
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         label = f"broadcast '{key}'"

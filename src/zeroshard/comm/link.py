@@ -35,7 +35,7 @@ from zeroshard.errors import RankError
 from . import failure
 from .crossed import Started, named, started
 from .rendezvous import Rendezvous
-from .watch import LONG, Watch, look_after
+from .watch import LONG, Watch, look_after, part_from
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -110,9 +110,11 @@ class Link:
         self._whereabouts = Whereabouts()
         self._tags: dict[str, int] = {}
         self._post: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_deliver, args=(self._post,), name="zeroshard post", daemon=True).start()
+        post = threading.Thread(target=_deliver, args=(self._post,), name="zeroshard post", daemon=True)
+        post.start()
         weakref.finalize(self, self._post.put, None)
         self._waiting: tuple[Job, float] | None = None
+        self._place: tuple[Job | None, str] = (None, "")  # of the program, in the last long wait
         self._verdict: str | None = None
         self._overdue: Callable[[], str | None] = lambda: None
         self._give_up: Callable[[str], None] = lambda trouble: None
@@ -125,7 +127,7 @@ class Link:
         self._notes = {peer: torch.zeros(_NOTE, dtype=torch.uint8) for peer in peers}
         # Kept, though nobody waits for them: gloo forgets a receive when its work is let go of.
         self._note_works = [gloo.recv([note], peer, _NOTE_TAG) for peer, note in self._notes.items()]
-        look_after(self, self._closed, _LOOK)
+        self._threads = [look_after(self, self._closed, _LOOK), post]
 
     def tag(self, lane: str, number: int) -> None:
         """Give a lane its tag: the same number on every rank, and no other lane's."""
@@ -187,13 +189,19 @@ class Link:
         waited = time.monotonic() - since
         trouble = self.note()
         if trouble is None and waited > LONG:
-            trouble = self._watched(job)
+            trouble = self._watched(self._placed(job))
         if trouble is None and waited > self.timeout:
             trouble = f"{self._me} waited {waited:.0f} s for {job.label} and got no answer in that time"
         if trouble is not None and self._waiting is waiting:
             self._verdict = trouble
             self.report(trouble)
             self._break()
+
+    def _placed(self, job: Job) -> Job:
+        """With where the program is; looked up once for each wait, which takes a while."""
+        if self._place[0] is not job:
+            self._place = job, self._whereabouts.caller()
+        return Job(job.label + self._place[1], job.lane, job.turn)
 
     def _look_elsewhere(self) -> None:
         label = self._overdue()
@@ -275,6 +283,7 @@ class Link:
         threads = [
             threading.Thread(target=self._tell, args=(peer, note), daemon=True) for peer in self._notes
         ]
+        self._threads += threads
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + _GRACE
@@ -283,7 +292,7 @@ class Link:
 
     def _tell(self, peer: int, note: torch.Tensor) -> None:
         try:
-            self._gloo.send([note], peer, _NOTE_TAG).wait()
+            self._gloo.send([note], peer, _NOTE_TAG).wait(timedelta(seconds=_GRACE))
         except RuntimeError:
             return
 
@@ -303,9 +312,10 @@ class Link:
             return  # the peer is gone, and wants nothing any more
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Let go of the connections, and of the threads that use them: [Note: threads inside torch]."""
         self._closed.set()
         self._post.put(None)
+        part_from(self._threads)
 
 
 def _deliver(post: SimpleQueue[Callable[[], None] | None]) -> None:

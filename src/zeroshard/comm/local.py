@@ -88,7 +88,7 @@ class LocalTransport(Transport):
     def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         return [float(value) for value in values]
 
-    def exchange(self, value: object) -> list[object]:
+    def exchange(self, value: object, what: str = "an exchange") -> list[object]:
         # Through JSON even here, so that a tuple comes back as a list for one rank as for many.
         return [json.loads(json.dumps(value))]
 

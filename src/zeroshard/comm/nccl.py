@@ -285,8 +285,8 @@ class NcclTransport(Transport):
     def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         return self._side.sum(values, what)
 
-    def exchange(self, value: object) -> list[object]:
-        return self._side.exchange(value)
+    def exchange(self, value: object, what: str = "an exchange") -> list[object]:
+        return self._side.exchange(value, what)
 
     # The end
 

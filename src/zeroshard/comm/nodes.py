@@ -301,17 +301,17 @@ class NodesTransport(Transport):
             raise
         self._outer.compare(what, place)
 
-    def exchange(self, value: object) -> list[object]:
-        return self._all(self._inner.exchange(value))
+    def exchange(self, value: object, what: str = "an exchange") -> list[object]:
+        return self._all(self._inner.exchange(value, what), what)
 
-    def _all(self, inside: list[Any]) -> list[Any]:
-        return [item for node in cast("list[list[Any]]", self._outer.exchange(inside)) for item in node]
+    def _all(self, inside: list[Any], what: str) -> list[Any]:
+        return [item for node in cast("list[list[Any]]", self._outer.exchange(inside, what)) for item in node]
 
     def max(self, values: Sequence[float], what: str = "a small max") -> list[float]:
         return self._outer.max(self._inner.max(values, what), what)
 
     def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
-        return fold(self._all(self._inner.exchange([float(value) for value in values])), "sum")
+        return fold(self._all(self._inner.exchange([float(value) for value in values], what), what), "sum")
 
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         node, local = divmod(source, self.ranks_per_node)

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from zeroshard.errors import RankError
 
-from .watch import look_after
+from .watch import look_after, part_from
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -44,8 +44,7 @@ class Order:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.trouble: str | None = None
-        if size > 1:
-            look_after(self, self._closed, EVERY + SLOWER * size)
+        self._guards = [look_after(self, self._closed, EVERY + SLOWER * size)] if size > 1 else []
 
     def add(self, label: str) -> None:
         """An operation is about to start."""
@@ -58,6 +57,7 @@ class Order:
 
     def close(self) -> None:
         self._closed.set()
+        part_from(self._guards)
 
     # What the guard does
 

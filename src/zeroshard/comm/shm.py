@@ -317,8 +317,8 @@ class ShmTransport(AddingTransport):
             rows = self.control.mail(what, struct.pack(f"{len(values)}d", *values))
         return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
 
-    def exchange(self, value: object) -> list[object]:
-        return [json.loads(text) for text in self._mail("an exchange", value)]
+    def exchange(self, value: object, what: str = "an exchange") -> list[object]:
+        return [json.loads(text) for text in self._mail(what, value)]
 
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         sends = self.rank == source

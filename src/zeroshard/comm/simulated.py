@@ -111,7 +111,7 @@ class SimulatedTransport(LocalTransport):
     def sum(self, values: Sequence[float], what: str = "a small sum") -> list[float]:
         return [float(value) * self.size for value in values]
 
-    def exchange(self, value: object) -> list[object]:
+    def exchange(self, value: object, what: str = "an exchange") -> list[object]:
         return [json.loads(json.dumps(value))] * self.size
 
     def close(self) -> None:

@@ -280,8 +280,8 @@ class Transport(ABC):
         """The element-wise sum over all ranks, added in rank order."""
 
     @abstractmethod
-    def exchange(self, value: object) -> list[object]:
-        """A small JSON value from every rank to every rank, in rank order."""
+    def exchange(self, value: object, what: str = "an exchange") -> list[object]:
+        """A small JSON value from every rank to every rank, in rank order. `what` for: errors say it."""
 
     @abstractmethod
     def report(self, text: str) -> None:

@@ -22,11 +22,28 @@ from .crossed import CALLED, Started, differ
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["LONG", "PATIENCE", "Entry", "Watch", "alike", "asked_for", "disagreement", "look_after"]
+__all__ = [
+    "LONG",
+    "PATIENCE",
+    "Entry",
+    "Watch",
+    "alike",
+    "asked_for",
+    "disagreement",
+    "look_after",
+    "part_from",
+]
 
 LONG = 5.0
 PATIENCE = 8.0
+PARTING = 3.0  # seconds; a thread that is stuck in torch is left behind
 _LOOK = 1.0
+_GATHERS = "its gather ["
+_APART = (
+    " Here every rank gathers a unit, which all ranks must do at stage 3: where they use different ones "
+    "(experts), compute inside run.kept_full(), which gathers all of them, for training too; or let one "
+    "unit hold all branches, as the default units do inside a block (drop units=)."
+)
 _ASKS, _NAMELESS = "all ranks to compute ", "with tensors without a name"
 
 
@@ -152,6 +169,7 @@ def disagreement(labels: list[str], names: Sequence[int] | None = None) -> str:
     return (
         f"ranks wait for different things and none can go on: {listed}. Every rank must run the same "
         "program; check branches, loop lengths and early exits that depend on the rank."
+        f"{_APART if all(label.startswith(_GATHERS) for label in labels) else ''}"
     )
 
 
@@ -159,12 +177,26 @@ class Looker(Protocol):
     def look(self) -> None: ...
 
 
-def look_after(looker: Looker, closed: threading.Event, every: float) -> None:
-    """Call `looker.look()` from a thread of its own as long as it lives and is not closed."""
+def look_after(looker: Looker, closed: threading.Event, every: float) -> threading.Thread:
+    """Call `looker.look()` from a thread of its own, returned, as long as it lives and is not closed."""
     thread = threading.Thread(
         target=_look_after, args=(weakref.ref(looker), closed, every), name="zeroshard guard", daemon=True
     )
     thread.start()
+    return thread
+
+
+def part_from(threads: Iterable[threading.Thread]) -> None:
+    """Wait until threads have ended that were told to, but not for ever.
+
+    [Note: threads inside torch] A thread that comes back from a call into torch after the interpreter has
+    ended is ended by it, through a destructor in C++ that may not be left so: the process aborts (SIGABRT in
+    place of its exit code). So whoever has such threads parts from them before the end.
+    """
+    deadline = time.monotonic() + PARTING
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _look_after(looker: weakref.ref[Looker], closed: threading.Event, every: float) -> None:

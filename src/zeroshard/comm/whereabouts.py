@@ -75,6 +75,10 @@ class Whereabouts:
         what = "a collective of torch" if name.startswith("_") else f"torch.distributed.{name}"
         return ("the others to come to `shard`" if meeting else what) + _caller(outer)
 
+    def caller(self) -> str:
+        """Where the user's program is, as a label ends."""
+        return _caller(stack_of(self._thread))
+
     def _rests(self) -> bool:
         """Whether it has hardly run since the last look."""
         if self._clock is None:

@@ -174,7 +174,7 @@ class Host:
             scratch = Scratch(self.offload.path, sum(sizes))
         except TierError as error:
             problem = str(error)
-        for rank, told in enumerate(transport.exchange(problem)):
+        for rank, told in enumerate(transport.exchange(problem, "files of offload=")):
             if told is not None:
                 raise TierError(str(told) if transport.size == 1 else f"rank {rank}: {told}")
         assert scratch is not None

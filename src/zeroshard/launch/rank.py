@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import signal
+import site
 import sys
 import time
 import traceback
@@ -27,6 +28,7 @@ from .prctl import die_with_parent, name_process
 # Asks a rank where it is. Only `--timeout` sends it.
 STACKS = signal.SIGUSR2
 INTERRUPTED = 128 + signal.SIGINT
+_FOREIGN = (os.path.dirname(os.path.dirname(__file__)), *site.getsitepackages())
 _OURS = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
@@ -54,7 +56,9 @@ def become(seat: Seat, job: Job) -> int:
             runpy.run_module(job.target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(job.target, run_name="__main__")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if os.getpid() == own:
+            tell_interrupt(seat, error)
         return INTERRUPTED
     except SystemExit as stop:
         if isinstance(stop.code, str) and os.getpid() == own:
@@ -119,6 +123,15 @@ def fail(seat: Seat, error: BaseException) -> None:
     # torch.distributed's hook puts the rank before each line, as the launcher will.
     text = re.sub(r"(?m)^\[rank\d+\]: ", "", printed.getvalue())
     tell(seat, Report(type(error).__qualname__, str(error), text, at))
+
+
+def tell_interrupt(seat: Seat, error: KeyboardInterrupt) -> None:
+    """Where it was: the launcher, unless it was stopped too, names it as the cause. Without a traceback, of
+    which every rank would print one after a Ctrl-C."""
+    frames = traceback.extract_tb(trim(error.__traceback__))
+    own = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)] or frames
+    where = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    tell(seat, Report("KeyboardInterrupt", f"interrupted (SIGINT){where}", "", time.monotonic()))
 
 
 def tell(seat: Seat, report: Report) -> None:

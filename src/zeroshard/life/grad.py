@@ -175,7 +175,7 @@ class Gradients:
             own.copy_(bucket.landed)
 
     def _gather_back(self, bucket: Bucket) -> Work:
-        key = f"{bucket.wire.key}/whole{bucket.index}"
+        key = f"{bucket.label}, whole"
         return self.transport.gather("reduce", key, bucket.reduced, bucket.cuts, bucket.back)
 
     def _show(self, bucket: Bucket) -> None:

@@ -32,7 +32,7 @@ from zeroshard.count.layout import Pack
 from zeroshard.tier import Copies, Mark, Streaming, Stretch, pinned
 from zeroshard.tier.pool import Kind, Ledger, Pool
 
-from .published import ChangedRows, CodedRows
+from .published import ChangedRows, CodedRows, said_of
 from .shard import Param, SplitMaster
 
 SMALL_BYTES = 1 << 16
@@ -82,6 +82,7 @@ class Bundle:
         codec: Codec | None = None,
     ) -> None:
         self.key, self.pack, self.rests, self.copies = key, pack, rests, copies
+        self._said = said_of(key)
         resident = self.resident = rests.resident
         self.dtype, self.master_dtype = dtypes
         self.transport, self.pool = transport, pool
@@ -211,7 +212,7 @@ class Bundle:
         """What a gather of a bundle that stays whole fetches, for one of many."""
         assert self.region is not None
         assert self.full is not None
-        return Fetch(self.key, self.region, self._cuts, self._views_of(self.full)[1])
+        return Fetch(self._said, self.region, self._cuts, self._views_of(self.full)[1])
 
     @property
     def exchanges(self) -> bool:
@@ -287,7 +288,7 @@ class Bundle:
                 if not self.resident and self.coded is None:
                     self._fetch(out[self.transport.rank])
             else:
-                self._work = self.transport.gather(kind, self.key, self.region, self._cuts, out)
+                self._work = self.transport.gather(kind, self._said, self.region, self._cuts, out)
         self.epoch = epoch
         self.residence = Residence.GATHERING
 

@@ -22,10 +22,18 @@ from zeroshard.codec.base import padded
 from zeroshard.comm import Targets, Transport, Work
 from zeroshard.count.coding import holes
 from zeroshard.count.layout import Pack
+from zeroshard.count.shapes import ROOT
 from zeroshard.tier.pool import Kind, Ledger, Pool
 
 from .guard import Guarded
 from .private import Private, in_wire
+
+
+def said_of(key: str) -> str:
+    """A bundle, by its key, as errors name it: ``blocks.3/0`` is parameters of the unit `blocks.3`."""
+    unit, _, number = key.rpartition("/")
+    which = "the root" if unit == ROOT else f"unit {unit}"
+    return f"parameters of {which}" + (f", part {number}" if number != "0" else "")
 
 
 class CodedRows(Guarded):
@@ -96,7 +104,7 @@ class CodedRows(Guarded):
             for r, (at, size) in enumerate(zip(self._at, self._sizes, strict=True))
         ]
         before = self.sent(kind)
-        work = self.transport.gather(kind, self.key, self.region, self.cuts, out)
+        work = self.transport.gather(kind, said_of(self.key), self.region, self.cuts, out)
         self.count(kind, before)
         return _Fetch(self, kind, work)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.errors import ModelError
+from zeroshard.errors import ModelError, StateError
 
 from .moments import HeldMoments
 from .shard import Faces, Param, SplitMaster
@@ -69,8 +69,9 @@ def refuse_unfit(optimizer: Optimizer) -> None:
     """Optimizers that look across parameters, or want sparse gradients, have no meaning on shards."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            "LBFGS needs inner products over all parameters and several passes a step: it works unsharded "
-            "only."
+            "LBFGS needs inner products over all parameters and several passes a step, which no stage gives "
+            "it, not even on one rank. Train in one process without zs.shard(), or use AdamW, SGD or another "
+            "optimizer of one pass."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ModelError("SparseAdam needs sparse gradients, and reduced gradients are dense: use AdamW.")
@@ -266,6 +267,8 @@ class Update:
             return home  # a parameter group that the user added later
         assert home.grad is not None
         grad = Faces.local(home.grad)
+        if grad is home.grad and self.faces.mesh is not None:
+            self._refuse_whole(home, grad)
         if proxy is home:
             if grad.dtype == home.dtype:
                 return home
@@ -282,6 +285,16 @@ class Update:
             self._known.clear()
         proxy.grad = grad if grad.dtype == proxy.dtype else self._widened(grad, proxy.dtype)
         return proxy
+
+    def _refuse_whole(self, home: Tensor, grad: Tensor) -> None:
+        """A plain gradient that the loop has set, where a rank has rows."""
+        if grad.shape != Faces.local(home).shape:
+            raise StateError(
+                f"`{self.params[id(home)].name}`.grad is a plain tensor of shape {tuple(grad.shape)}, and a "
+                "gradient here has the rows of its rank: set p.grad = torch.distributed.tensor."
+                "distribute_tensor(whole, p.device_mesh, p.placements), on all ranks, or write into the "
+                "p.grad that backward leaves (copy_, mul_)."
+            )
 
     def _widened(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         wide = grad.to(dtype)

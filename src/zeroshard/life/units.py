@@ -58,6 +58,7 @@ def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none
         names = []
     else:
         known = [name for name, _ in model.named_modules() if name]
+        _refuse_parameters(model, wanted)
         names = matching(wanted, known, "unit", "modules", by_level=True)
     modules = dict(model.named_modules())
     names = [name for name in names if name in modules]  # a module that stands twice has one
@@ -65,6 +66,19 @@ def find_units(model: nn.Module, wanted: tuple[str, ...] | Literal["auto", "none
     for tenant, owners in _tenants(model, set(names)):
         units[owners.pop() if len(owners) == 1 else ""].tenants.append(tenant)
     return [unit for unit in units.values() if unit.tenants or not unit.name]
+
+
+def _refuse_parameters(model: nn.Module, wanted: tuple[str, ...]) -> None:
+    """Units are modules; a parameter's name is one for that in which it stands."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for pattern in wanted:
+        if pattern in names:
+            module, _, attribute = pattern.rpartition(".")
+            advice = f'write "{module}"' if module else "what no unit holds is the root's"
+            raise OptionError(
+                f'unit pattern "{pattern}" names a parameter, `{attribute}` of '
+                f"{f'`{module}`' if module else 'the model itself'}, and units are modules: {advice}."
+            )
 
 
 def matching(

@@ -98,7 +98,7 @@ def link_between(transport: Transport, machine: Machine) -> Machine:
             known = float(json.loads(path.read_text(encoding="utf-8"))["bytes_per_second"])
         except (OSError, ValueError, KeyError, TypeError):
             known = None
-    known = transport.exchange(known)[0]
+    known = transport.exchange(known, "the speed of the link")[0]
     if known is None:
         known = _measured_link(transport)
         if transport.rank == 0:

@@ -130,7 +130,7 @@ def _agreed(
             told = {"type": type(error).__name__, "error": str(error)}
         except Exception as error:  # peers must not wait for a rank that has failed
             told = {"type": "PlanError", "error": f"planning failed: {type(error).__name__}: {error}"}
-    answer: Any = transport.exchange(told)[0]
+    answer: Any = transport.exchange(told, "the plan of shard(limit=...)")[0]
     if "error" in answer:
         raise getattr(errors, answer["type"])(answer["error"])
     return Plan.from_json(answer["plan"])

@@ -20,6 +20,8 @@ from zeroshard.routes import check_patterns, codec_for, routes_of
 
 MOST_PATTERNS = 4  # that a message lists
 LOOKS_UP = (nn.Embedding, nn.EmbeddingBag)
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer"
 WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
 
 
@@ -30,11 +32,22 @@ def refuse_model(model: nn.Module, who: str) -> None:
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to shard.")
     for name, module in model.named_modules():
+        if _made_by(module, FSDP):
+            raise ModelError(
+                f"`{name or 'the model'}` is wrapped in torch's FullyShardedDataParallel, which has sharded "
+                "its parameters and gathers them itself. Pass the plain module and an optimizer of its "
+                "parameters: stage 3 does the same."
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
                 f"`{name or 'the model'}` is a TorchScript module, which takes no hooks. Pass the module "
                 "that it was scripted from; torch.compile() of blocks works."
             )
+
+
+def _made_by(thing: object, kind: str) -> bool:
+    """Whether it is of a class of torch that need not have been imported."""
+    return any(f"{base.__module__}.{base.__qualname__}" == kind for base in type(thing).__mro__)
 
 
 def refuse_written(model: nn.Module, options: Options, ranks: int) -> None:
@@ -56,6 +69,12 @@ def refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], who: st
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
             raise ModelError(f"{who} takes torch optimizers, not {kind}.")
+        if _made_by(optimizer, ZERO):
+            raise ModelError(
+                "ZeroRedundancyOptimizer has given each rank parameters of its own, and broadcasts them in "
+                "its step. Pass an optimizer of the class that it was given, such as "
+                "AdamW(model.parameters()): stage 1 shards its state."
+            )
         refuse_unfit(optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         strangers = sum(id(p) not in known for p in held)
@@ -130,6 +149,11 @@ def refuse_precision(model: nn.Module, precision: Precision | None) -> None:
         return
     names = [name for name, p in model.named_parameters() if p.is_floating_point()]
     kept = set(matching(precision.keep, names, "Precision.keep", "parameters"))
+    if kept == set(names) and precision.compute != precision.master:
+        raise OptionError(
+            f"Precision.keep={precision.keep!r} keeps all {len(names)} parameters in {precision.master}, and "
+            f"none is left that computes in {precision.compute}: keep fewer, or drop precision=."
+        )
     mixed = list(_mixed_statistics(model, precision, kept))
     if not mixed:
         return

@@ -4,6 +4,7 @@ ranks are told of."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from zeroshard.planning.unfit import (
     refuse_rows,
     refuse_second_names,
 )
+from zeroshard.policy import EveryStep
 
 from .hooks import is_sharded
 
@@ -52,6 +54,8 @@ class Asked:
         given = [] if optimizer is None else optimizer
         optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
         refuse_misuse(model, optimizers, options, init)
+        if keywords:  # a plan's own fields may stand in runs where they change nothing
+            refuse_idle(optimizers, options, settled="stage" in keywords or not wish.asked)
         return cls(optimizers, options, wish, frozenset(keywords))
 
 
@@ -128,6 +132,35 @@ def refuse_misuse(
         raise OptionError(
             'recompute=True recomputes units, and units="none" leaves none: name units, or drop recompute.'
         )
+
+
+def refuse_idle(optimizers: list[Optimizer], options: Options, settled: bool) -> None:
+    """Options that would change nothing. `settled`: the stage is, and no plan is to find one."""
+    for name, why in _of_the_step(options) if not optimizers else ():
+        raise OptionError(
+            f"{name}= changes nothing without an optimizer: {why}, and in that of one which is built after "
+            f"zs.shard() the run has no part. Pass it, zs.shard(model, optimizer, ...), or drop {name}=."
+        )
+    if settled and options.prefetch != Options.prefetch and not options.shards_params:
+        raise OptionError(
+            f"prefetch={options.prefetch} gathers parameters ahead of their use, and stage {options.stage} "
+            "keeps all of them whole: drop prefetch=, or pass stage=3."
+        )
+    if settled and options.split != Options.split and not options.shards_state:
+        raise OptionError(
+            f'split="{options.split}" says how tensors are divided, and stage 0 divides none: drop split=, '
+            "or pass stage=1, 2 or 3."
+        )
+
+
+def _of_the_step(options: Options) -> Iterator[tuple[str, str]]:
+    """What acts in `optimizer.step()` alone, and how."""
+    if options.clip_norm is not None:
+        yield "clip_norm", "gradients are clipped in its step"
+    if options.offload is not None and options.offload.parameters == "device":
+        yield "offload", "what is offloaded here is its state, updated in its step"
+    if not isinstance(options.sync, EveryStep):
+        yield "sync", "the ranks meet, or stay apart, in its step"
 
 
 def _refuse_two_owners(model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:

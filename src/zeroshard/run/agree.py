@@ -66,9 +66,9 @@ def describe(
 def compare(transport: Transport, mine: dict[str, dict[str, str]]) -> None:
     """Raise on every rank, with the same text, the first difference between the ranks' descriptions."""
     digest = _digest(json.dumps(mine))
-    if len(set(map(str, transport.exchange(digest)))) == 1:
+    if len(set(map(str, transport.exchange(digest, "shard()")))) == 1:
         return
-    everyone: list[Any] = transport.exchange(mine)
+    everyone: list[Any] = transport.exchange(mine, "shard()")
     for topic in mine:
         items = dict.fromkeys(item for told in everyone for item in told[topic])
         for item in items:
@@ -88,7 +88,7 @@ def together(transport: Transport, what: str, look: Callable[[], None]) -> None:
         look()
     except Exception as error:
         mine = error
-    raise_together(what, transport.exchange(told_of(mine)), mine)
+    raise_together(what, transport.exchange(told_of(mine), what), mine)
 
 
 def tell_failure(transport: Transport, kind: object, error: BaseException | None, trace: object) -> None:
@@ -102,7 +102,7 @@ def differing_values(transport: Transport, tensors: dict[str, Tensor]) -> list[s
     """Names of tensors whose values are not the same on all ranks, by a checksum of their bits."""
     places: dict[torch.device, Tensor] = {}  # not kept: 8 MiB of a device
     mine = [_checksum(t, places) for t in tensors.values()]
-    rows: list[Any] = transport.exchange(mine)
+    rows: list[Any] = transport.exchange(mine, "the first values of shard()")
     return [name for name, sums in zip(tensors, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
 
 

@@ -11,10 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -26,9 +30,9 @@ from zeroshard.planning.widening import Widening, cast, has_forward
 from . import scaling
 from .again import recomputed
 from .agree import together
-from .late import LateHooks
+from .late import LateHooks, Strangers
 from .live import LiveUnit
-from .loading import refuse_state, refuse_weights
+from .loading import load_split, refuse_state, refuse_weights
 from .runtime import Runtime
 from .state import show_state, take_state, widen_state
 
@@ -51,6 +55,7 @@ class Hooks:
         self.model, self.runtime = model, runtime
         self._handles: list[Any] = []
         self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, and what stood there before
+        self._ends: list[Callable[[], object]] = []  # take away what is registered with torch itself
         self.after_step: Callable[[], None] | None = None
         self.on_inputs: Callable[[Any], None] | None = None  # of forwards that a backward may follow
 
@@ -80,6 +85,8 @@ class Hooks:
             _put_back(*self._replaced.pop())
         while self._handles:
             self._handles.pop().remove()
+        while self._ends:
+            self._ends.pop()()
 
     def _keep(self, handle: Any) -> None:
         self._handles.append(handle)
@@ -176,11 +183,14 @@ class Hooks:
         runtime, precision, hooks = self.runtime, self.runtime.options.precision, self
         compute = getattr(torch, precision.compute) if precision is not None else None
         late = LateHooks(runtime.faces, runtime.params, runtime.transport.size)
+        strangers = self._watch_for_strangers() if runtime.transport.size > 1 else None
 
         @_uncompiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if runtime.supply.stale:  # once a step
                 late.refuse()
+            if strangers is not None and torch.is_grad_enabled():
+                strangers.refuse(module)
             if hooks.on_inputs is not None and torch.is_grad_enabled():
                 hooks.on_inputs((args, kwargs))
             together = runtime.sync and not runtime.pace.apart
@@ -202,6 +212,17 @@ class Hooks:
 
         self._keep(self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._keep(self.model.register_forward_hook(after))
+
+    def _watch_for_strangers(self) -> Strangers:
+        """Torch says of every module and parameter that it is put somewhere; a model that is never closed
+        lets go of its hooks when it is gone."""
+        strangers = Strangers(self.model, self.runtime.params)
+        for register in (
+            register_module_module_registration_hook,
+            register_module_parameter_registration_hook,
+        ):
+            self._ends.append(finalize(self, register(strangers.put).remove))
+        return strangers
 
     def _recompute(self, unit: LiveUnit) -> None:
         """A module compiled in place is recomputed with its hooks, because the compiler gives up at a
@@ -384,7 +405,7 @@ def _rows_for_loading(
     together(runtime.transport, "model.load_state_dict()", look)
     runtime.before_change()
     runtime.transport.fence()
-    _load_split(runtime, names, state, prefix)
+    load_split(runtime.params, faces.rank, names, state, prefix)
     if faces.mesh is None:
         return
     for param in runtime.params:
@@ -407,22 +428,6 @@ def _show_masters(runtime: Runtime, module: nn.Module, state: dict[str, Any], pr
         for place in param.places:
             if place.module is module and module._parameters[place.attribute] is param.home:
                 state[prefix + place.attribute] = runtime.faces.show(param.read_master(), param.slot)
-
-
-def _load_split(runtime: Runtime, names: dict[str, list[str]], state: dict[str, Any], prefix: str) -> None:
-    """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
-    with itself."""
-    for param in runtime.params:
-        if param.master is not None:
-            for name in names[param.name]:
-                value = state.get(prefix + name)
-                if isinstance(value, Tensor):
-                    rows = Faces.local(value)
-                    if rows is value and param.slot.split != "copy":
-                        start, stop = param.slot.rows(runtime.faces.rank)
-                        rows = value[start:stop]
-                    param.write_master(rows)
-                    state[prefix + name] = param.home.detach()
 
 
 def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:

@@ -122,3 +122,21 @@ def refuse_weights(
                     f"load_state_dict: `{name}` is {tuple(value.shape)} in the given state and "
                     f"{param.slot.shape} in the model. Nothing was loaded."
                 )
+
+
+def load_split(
+    params: Sequence[Param], rank: int, names: dict[str, list[str]], state: dict[str, Any], prefix: str
+) -> None:
+    """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
+    with itself."""
+    for param in params:
+        if param.master is not None:
+            for name in names[param.name]:
+                value = state.get(prefix + name)
+                if isinstance(value, Tensor):
+                    rows = Faces.local(value)
+                    if rows is value and param.slot.split != "copy":
+                        start, stop = param.slot.rows(rank)
+                        rows = value[start:stop]
+                    param.write_master(rows)
+                    state[prefix + name] = param.home.detach()

@@ -60,7 +60,7 @@ def resting(
 
 def _host_bytes(offload: Offload, transport: Transport) -> int:
     """What a rank may take of the host: what was said, or its share of what is free where least is."""
-    machines = transport.exchange(socket.gethostname())
+    machines = transport.exchange(socket.gethostname(), "shard(offload=...)")
     if offload.host_bytes is not None:
         return offload.host_bytes
     mine = int(SHARE * free_host_bytes()) // max(machines.count(socket.gethostname()), 1)

@@ -139,7 +139,7 @@ def give_back(
         old = update.optimizer.state
         params = list(update.params.values())
         described = transport.exchange(
-            [_describe(old.get(p.home, {}), p.slot, transport.rank) for p in params]
+            [_describe(old.get(p.home, {}), p.slot, transport.rank) for p in params], "run.close()"
         )
         update.optimizer.state = defaultdict(dict)
         for index, param in enumerate(params):

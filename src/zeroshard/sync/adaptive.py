@@ -251,7 +251,7 @@ class AdaptivePace(Pace):
             counts += [value for value in values if not value.dim()]
             if tensors := [value for value in values if value.dim()]:
                 self.transport.broadcast(f"state of {name}", tensors)
-        first: Any = self.transport.exchange([float(count) for count in counts])[0]
+        first: Any = self.transport.exchange([float(count) for count in counts], "the steps of states")[0]
         for count, value in zip(counts, first, strict=True):
             count.fill_(value)
 

@@ -131,9 +131,9 @@ class CodedBucket(Bucket):
         assert out is not None
         spans, pieces = route.way.spans, self.pack.pieces
         self._count(sum(pieces) - pieces[rank], sum(n for _, n in spans) - spans[rank][1])
-        key, takes = f"{self.wire.key}/{self.index}", [spans[rank]] * self.pack.world
+        takes = [spans[rank]] * self.pack.world
         return self.transport.deal(
-            "reduce", key, self.wire, spans, takes, lambda parts: self._land(parts, route, out)
+            "reduce", self.label, self.wire, spans, takes, lambda parts: self._land(parts, route, out)
         )
 
     def _count(self, numel: int, sent: int) -> None:

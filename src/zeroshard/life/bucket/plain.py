@@ -215,8 +215,7 @@ class Bucket(Guarded):
         start = self.transport.reduce
         if self._holding is not None:
             start = partial(self.transport.reduce_by, self._holding.add)
-        key = f"{self.wire.key}/{self.index}"
-        return start("reduce", key, self.wire, self.pack.pieces, self.landed, 1.0 / self.pack.world)
+        return start("reduce", self.label, self.wire, self.pack.pieces, self.landed, 1.0 / self.pack.world)
 
     def let_go(self) -> None:
         """Hold gradients no longer: their memory is wanted."""

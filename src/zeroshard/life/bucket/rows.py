@@ -79,9 +79,15 @@ class RowsBucket(Bucket):
         assert out is not None
         dense = (sum(pieces) - pieces[rank]) * self.wire_dtype.itemsize
         self.transport.counters.add_spared("reduce", dense - self._sent)
-        key, takes = f"{self.wire.key}/{self.index}", [self._spans[rank]] * self.pack.world
+        takes = [self._spans[rank]] * self.pack.world
         return self.transport.deal(
-            "reduce", key, self.wire, self._spans, takes, lambda parts: self._land(parts, out), varies=True
+            "reduce",
+            self.label,
+            self.wire,
+            self._spans,
+            takes,
+            lambda parts: self._land(parts, out),
+            varies=True,
         )
 
     def _land(self, parts: list[Tensor], out: Tensor) -> None:
