@@ -70,6 +70,7 @@ EARLY = [Way("ends early"), Way("ends early", "gloo")]
 OWN_WAY = [
     Way("skips a backward"),
     Way("skips a backward", "gloo"),
+    Way("skips a backward", "gloo", stage=0),  # where nothing but gradients travels
     Way("skips a step", stage=2),
     Way("gathered alone"),
     Way("gathered alone", "gloo"),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["GlooTransport"]
 
 _PASSAGES = 4  # of one key that are kept
+TURNS = 4  # lanes of a wire, one for each of so many updates; see `_turn`
 _PARTING = 10.0  # seconds that a rank stays for peers that have yet to take what it sent
 
 _UNREAD = 0xFF
@@ -77,6 +78,7 @@ class GlooTransport(AddingTransport):
         self._link.tag(LETTERS, 0)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._lanes_used = 0
+        self._updates = 0
         self._lanes_free: list[int] = []
         self._pending: dict[Region, list[_Move]] = {}
         self._sends: dict[Region, list[Job]] = {}
@@ -99,8 +101,9 @@ class GlooTransport(AddingTransport):
                 f"ranks allocate different regions as '{key}': {told} (dtype and lane in rank order). "
                 "Every rank must build the same model; check code that depends on the rank."
             )
-        self._link.tag(f"reduce {lane}", 2 * lane)
-        self._link.tag(f"gather {lane}", 2 * lane + 1)
+        for turn in range(TURNS):
+            self._link.tag(f"reduce {lane} {turn}", (TURNS + 1) * lane + turn)
+        self._link.tag(f"gather {lane}", (TURNS + 1) * lane + TURNS)
         return Region(key, memory, lane)
 
     def free(self, region: Region) -> None:
@@ -155,13 +158,19 @@ class GlooTransport(AddingTransport):
         landing = slices(stage, [mine] * (self.size - 1))
         receives = list(zip(self._peers, landing, strict=True)) if mine else []
         sends = [(peer, offered[peer]) for peer in self._peers if pieces[peer]]
-        label, tails = f"its {kind} [{key}]", _tails(receives)
-        got, sent = self._link.start(label, f"reduce {wire.lane}", receives, sends)
+        tails = _tails(receives)
+        got, sent = self._link.start(*self._turn(kind, key, wire), receives, sends)
         sources = [*landing[: self.rank], offered[self.rank], *landing[self.rank :]]
         move = _Move(self, kind, got, lambda: add(out, sources, scale), tails)
         self._begin(wire, move, sent)
         self._count_reduce(kind, pieces, wire.mine.element_size())
         return move
+
+    def _turn(self, kind: str, key: str, wire: Region) -> tuple[str, str]:
+        """Label and lane of what is sent now. Lanes take turns with updates, so that what ranks send in
+        different steps cannot meet: with whole states nothing else would tell them apart."""
+        lane = f"reduce {wire.lane} {self._updates % TURNS}"
+        return f"its {kind} [{key}], turn {self._updates}", lane
 
     def deal(
         self,
@@ -183,7 +192,7 @@ class GlooTransport(AddingTransport):
         receives = [(peer, parts[peer]) for peer in self._peers if takes[peer][1]]
         sends = [(peer, offered[peer]) for peer in self._peers if offers[peer][1]]
         tails = _tails(receives)
-        got, sent = self._link.start(f"its {kind} [{key}]", f"reduce {wire.lane}", receives, sends)
+        got, sent = self._link.start(*self._turn(kind, key, wire), receives, sends)
         move = _Move(self, kind, got, lambda: land(parts), tails)
         self._begin(wire, move, sent)
         self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
@@ -194,7 +203,7 @@ class GlooTransport(AddingTransport):
     ) -> Work:
         """Heads first; when they have come, room for the rest is made. What follows a head is sent at once
         behind it, and gloo keeps it back until it is asked for."""
-        label, lane = f"its {kind} [{key}]", f"reduce {wire.lane}"
+        label, lane = self._turn(kind, key, wire)
         lengths = [length_of(part) for part in offered]
         heads = [torch.zeros(HEAD, dtype=torch.uint8) for _ in takes]
         heads[self.rank] = offered[self.rank][:HEAD]
@@ -275,6 +284,7 @@ class GlooTransport(AddingTransport):
         return None
 
     def fence(self) -> None:
+        self._updates += 1
         with self.counters.waiting("fence"):
             # Wires have `fill`: a reduction may take longer than the step that started it.
             for region in [region for region in self._sends if "source" in region.state]:
