@@ -187,6 +187,34 @@ def test_bulk_traffic_is_posted_by_a_thread_that_ends_with_its_transport() -> No
         assert not thread.is_alive()
 
 
+def test_no_thread_is_inside_gloo_after_a_transport_is_closed() -> None:
+    """One that comes back at the interpreter's end would abort: see [Note: threads inside torch]."""
+
+    def body(transport: Transport) -> list[bool]:
+        assert isinstance(transport, GlooTransport)
+        transport.report("rank 0 failed: a reason")  # a thread for each peer
+        threads_of_it = transport._link._threads
+        assert len(threads_of_it) == 3
+        transport.close()
+        return [thread.is_alive() for thread in threads_of_it]
+
+    assert threads("gloo", 2, body) == [[False] * 3] * 2
+
+
+def test_a_thread_that_is_stuck_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PARTING", 0.2)
+    end = threading.Event()
+    stuck = threading.Thread(target=end.wait, args=(30,), daemon=True)
+    stuck.start()
+    start = time.monotonic()
+    watch.part_from([stuck, threading.current_thread()])
+    assert stuck.is_alive()
+    assert time.monotonic() - start < 10
+    end.set()
+    watch.part_from([stuck])
+    stuck.join(10)
+
+
 def test_what_gloo_refuses_is_raised_where_it_is_waited_for() -> None:
     def body(transport: Transport) -> None:
         assert isinstance(transport, GlooTransport)
