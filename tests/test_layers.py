@@ -93,7 +93,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("build", "hooks", "snapshot"),
         ("resume",),
         ("keeper",),
-        ("kept", "resting", "admission"),
+        ("kept", "resting", "admission", "closing"),
     ),
 }
 

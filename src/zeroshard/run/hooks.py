@@ -162,10 +162,13 @@ class Hooks:
 
         def arrived(leaf: Tensor) -> None:
             live, where, which = runtime(), its_unit(), its_param()
+            if live is not None and live.closed:
+                live.begin_backward()  # which says that it comes too late
             if live is not None and where is not None and which is not None:
                 live.arrived(where, which)
 
-        self._keep(param.leaf.register_post_accumulate_grad_hook(arrived))
+        # Stays after a run, which leaves it to nobody but the graphs of its forwards.
+        param.leaf.register_post_accumulate_grad_hook(arrived)
         if self.runtime.transport.size > 1 and self.runtime.faces.mesh is None:
             # Otherwise homes are DTensors, which say themselves that they do not compute with plain tensors.
             self._keep(param.home.register_hook(partial(_strayed, runtime, its_param)))

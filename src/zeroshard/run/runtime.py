@@ -41,7 +41,7 @@ from zeroshard.life.step import Update, tell_of_no_gradient
 from zeroshard.sync import Pace
 from zeroshard.tier.pool import Ledger, Pool
 
-from .live import Caller, LiveUnit
+from .live import Caller, LiveUnit, after_close
 from .norm import Clipping
 from .supply import Supply
 from .whole import collect
@@ -195,6 +195,8 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """Called at every sign of a backward; acts on the first."""
+        if self.closed:
+            raise after_close()
         task = _current_graph_task_id()
         if self._task is not None:
             self._nested = self._nested or task != self._task
@@ -421,6 +423,8 @@ class Runtime:
     def close(self) -> None:
         """End the threads, after what they have begun."""
         self.closed = True
+        self._stepped.clear()
+        self._recent.clear()
         if self._host_updates is not None:
             try:
                 self._host_updates.wind_up()
