@@ -252,7 +252,8 @@ class Run(Kept):
         all.
 
         Costs memory for a whole gradient on every rank meanwhile. Without it, accumulation works too: each
-        backward is reduced.
+        backward is reduced. `zero_grad()` of optimizers, the model and its modules drops what was
+        accumulated; `p.grad = None` by hand does not, since nobody sees it and `p.grad` is not yet it.
         """
         before, self._runtime.sync = self._runtime.sync, False
         try:

@@ -317,14 +317,8 @@ class Hooks:
                 "shard(..., precision=...)."
             )
 
-        own_zero = model.zero_grad
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            runtime.forget()
-            own_zero(set_to_none)
-
-        self._replace(model, "zero_grad", zero_grad)
         for module in model.modules():
+            self._replace(module, "zero_grad", partial(self._zeroed, module, module.zero_grad))
             if module is model or module._parameters:
                 self._replace(module, "_apply", refuse)
             self._replace(module, "__deepcopy__", partial(self._copied, module))
@@ -335,6 +329,19 @@ class Hooks:
             self._keep(module.register_state_dict_post_hook(partial(_show_masters, runtime)))
         self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
         self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
+
+    def _zeroed(self, module: nn.Module, own: Callable[[bool], None], set_to_none: bool = True) -> None:
+        """`zero_grad` of the model, or of a module: then what was accumulated for others stays."""
+        runtime = self.runtime
+        if module is self.model:
+            runtime.forget()
+        elif runtime.unsynced:
+            inside = set(map(id, module.modules()))
+            for param in runtime.params:
+                if any(id(place.module) in inside for place in param.places):
+                    param.leaf.grad = None
+            runtime.unsynced = any(param.leaf.grad is not None for param in runtime.params)
+        own(set_to_none)
 
     def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """`copy.deepcopy`: a plain module of its own. What is ours must not come along: the copy would enter
