@@ -106,3 +106,81 @@ def test_a_copy_zeroes_its_own_gradients() -> None:
     assert all(p.grad is not None for p in model.parameters())
     assert all(p.grad is None for p in copied.blocks.parameters())
     run.close()
+
+
+# ---------------------------------------------------------------------- load_state_dict
+
+
+def part_loaded(stage: int, options: dict[str, Any]) -> tuple[list[dict[str, Tensor]], str, Tensor]:
+    """Whole tensors, DTensors of another run, and inside `gathered`; what is said of a wrong shape, which
+    rank 1 alone gives; and what forward makes of it."""
+    model, _, run = made(stage, **options)
+    other = Net(7)
+    model(batch(0, run.rank))
+    model.blocks[1].load_state_dict(other.blocks[1].state_dict())
+    model.head.load_state_dict({"weight": other.head.weight}, strict=False)
+    found = [values(run)]
+    wrong = {"0.weight": torch.zeros(6, 7 if run.rank == run.size - 1 else 6), "0.bias": torch.zeros(6)}
+    with pytest.raises(zs.ZeroShardError) as caught:
+        model.blocks[0].load_state_dict(wrong)
+    found.append(values(run))
+    given = model.blocks[1].state_dict()
+    model.blocks[0].load_state_dict(other.blocks[1].state_dict() if "split" in options else given)
+    with run.gathered("blocks.2.*", write=True):
+        model.blocks[2].load_state_dict(other.blocks[2].state_dict())
+    found.append(values(run))
+    with torch.no_grad():
+        made_of_it = model(batch(0, 0))
+    run.close()
+    return found, str(caught.value), made_of_it
+
+
+def check_loaded(found: list[dict[str, Tensor]], output: Tensor, within: float) -> None:
+    plain, other = Net(), Net(7)
+    plain.blocks[1].load_state_dict(other.blocks[1].state_dict())
+    plain.head.weight = other.head.weight
+    for values in found[:2]:
+        torch.testing.assert_close(values, dict(plain.named_parameters()), rtol=0, atol=0)
+    for index, given in ((0, other.blocks[1]), (2, other.blocks[2])):
+        plain.blocks[index].load_state_dict(given.state_dict())
+    exact = found[2] if within == 0 else {n: v for n, v in found[2].items() if not n.startswith("blocks.0.")}
+    want = {name: p for name, p in plain.named_parameters() if name in exact}
+    torch.testing.assert_close(exact, want, rtol=0, atol=0)
+    torch.testing.assert_close(output.float(), plain(batch(0, 0)), rtol=0.02 + within, atol=1e-5 + within)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("options", [{}, {"transport": "gloo", "split": "whole"}, SPLIT])
+def test_a_module_loads_as_the_model_does(stage: int, options: dict[str, Any]) -> None:
+    both = ranks(2).run(part_loaded, stage, options)
+    for found, said, output in both:
+        # What a state dict shows of a split master is its weight in 16 bits.
+        check_loaded(found, output, 0.02 if options is SPLIT else 0)
+        assert "`0.weight` is (6, 7) in the given state and (6, 6) in the model. Nothing was loaded." in said
+    assert both[0][1] == both[1][1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_of_one_rank_loads(stage: int) -> None:
+    found, said, output = part_loaded(stage, {})
+    check_loaded(found, output, 0)
+    assert "Nothing was loaded" in said
+
+
+def loaded_rows_of_others(stage: int) -> str:
+    model, _, run = made(stage, split="whole")
+    before = values(run)
+    with pytest.raises(zs.ZeroShardError) as caught:
+        model.blocks[0].load_state_dict(model.blocks[1].state_dict())
+    after = values(run)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    run.close()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_rows_of_another_division_are_refused() -> None:
+    one, other = ranks(2).run(loaded_rows_of_others, 3)
+    assert one == other
+    assert "`0.weight` is a DTensor whose rows are divided otherwise than the model's (split=, or" in one

@@ -90,6 +90,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("live",),
         ("supply", "wiring"),
         ("runtime",),
+        ("weights",),
         ("build", "hooks", "snapshot"),
         ("resume",),
         ("keeper",),

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from zeroshard.errors import ModelError, StateError
-from zeroshard.life.shard import Faces, Param, names_of
+from zeroshard.life.shard import Param
 from zeroshard.life.step import Update
 from zeroshard.planning.widening import Widening, cast, has_forward
 
@@ -28,9 +28,10 @@ from .again import recomputed
 from .agree import together
 from .late import LateHooks
 from .live import LiveUnit
-from .loading import refuse_state, refuse_weights
+from .loading import refuse_state
 from .runtime import Runtime
 from .state import show_state, take_state, widen_state
+from .weights import Weights
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -327,8 +328,10 @@ class Hooks:
         owners = {id(place.module): place.module for p in _on_disk(runtime) for place in p.places}
         for module in owners.values():
             self._keep(module.register_state_dict_post_hook(partial(_show_masters, runtime)))
-        self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
-        self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
+        weights = Weights(model, runtime)
+        for module in model.modules():
+            self._keep(module.register_load_state_dict_pre_hook(weights.before))
+            self._keep(module.register_load_state_dict_post_hook(weights.after))
 
     def _zeroed(self, module: nn.Module, own: Callable[[bool], None], set_to_none: bool = True) -> None:
         """`zero_grad` of the model, or of a module: then what was accumulated for others stays."""
@@ -383,28 +386,6 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
         owner.__dict__[name] = before
 
 
-def _rows_for_loading(
-    runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Before `model.load_state_dict`: check every shape, then hand each home what it is made of."""
-    runtime.settle()
-    faces, names = runtime.faces, names_of(module, runtime.params)
-    look = partial(refuse_weights, runtime.params, names, state, prefix)
-    together(runtime.transport, "model.load_state_dict()", look)
-    runtime.before_change()
-    runtime.transport.fence()
-    _load_split(runtime, names, state, prefix)
-    if faces.mesh is None:
-        return
-    for param in runtime.params:
-        for place_name in names[param.name]:
-            value = state.get(prefix + place_name)
-            if isinstance(value, Tensor) and Faces.local(value) is value:
-                start, stop = param.slot.rows(faces.rank)
-                rows = value if param.slot.split == "copy" else value[start:stop]
-                state[prefix + place_name] = faces.show(rows.to(param.local), param.slot)
-
-
 def _on_disk(runtime: Runtime) -> list[Param]:
     """Parameters whose homes may show NaN, since their masters are on the disk."""
     return [param for param in runtime.params if param.master is not None and param.master.on_disk]
@@ -416,22 +397,6 @@ def _show_masters(runtime: Runtime, module: nn.Module, state: dict[str, Any], pr
         for place in param.places:
             if place.module is module and module._parameters[place.attribute] is param.home:
                 state[prefix + place.attribute] = runtime.faces.show(param.read_master(), param.slot)
-
-
-def _load_split(runtime: Runtime, names: dict[str, list[str]], state: dict[str, Any], prefix: str) -> None:
-    """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
-    with itself."""
-    for param in runtime.params:
-        if param.master is not None:
-            for name in names[param.name]:
-                value = state.get(prefix + name)
-                if isinstance(value, Tensor):
-                    rows = Faces.local(value)
-                    if rows is value and param.slot.split != "copy":
-                        start, stop = param.slot.rows(runtime.faces.rank)
-                        rows = value[start:stop]
-                    param.write_master(rows)
-                    state[prefix + name] = param.home.detach()
 
 
 def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
