@@ -184,3 +184,44 @@ def test_rows_of_another_division_are_refused() -> None:
     one, other = ranks(2).run(loaded_rows_of_others, 3)
     assert one == other
     assert "`0.weight` is a DTensor whose rows are divided otherwise than the model's (split=, or" in one
+
+
+# ---------------------------------------------------------------------- written by hand
+
+
+def write_own_rank(run: zs.Run, name: str) -> None:
+    with run.gathered(name, write=True) as whole:
+        for p in whole.values():
+            p.data.fill_(float(run.rank))
+
+
+def written_apart(stage: int) -> tuple[list[str], bool, Tensor]:
+    _, _, run = made(stage)
+    before, said = values(run), list[str]()
+    for name in ("head.*", "head.bias"):
+        with pytest.raises(zs.RankError) as caught:
+            write_own_rank(run, name)
+        said.append(str(caught.value))
+    after = values(run)
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    with run.gathered("head.bias", write=True) as whole:
+        whole["head.bias"].data.fill_(float(run.rank))
+        torch.distributed.broadcast(whole["head.bias"].data, 0)
+    bias = values(run)["head.bias"]
+    run.close()
+    return said, same, bias
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_write_different_values_are_told_so(stage: int) -> None:
+    said = (
+        "run.gathered(write=True): ranks have written different values into `{}`{}. Each rank keeps its own "
+        "rows of what it wrote, so every rank must write the same: write on all of them, not on rank 0 "
+        "alone, or call torch.distributed.broadcast(whole[name].data, 0) inside the block. Nothing was "
+        "changed."
+    )
+    for found, same, bias in ranks(2).run(written_apart, stage):
+        assert found == [said.format("head.weight", ", and 1 more differ"), said.format("head.bias", "")]
+        assert same
+        assert torch.equal(bias, torch.zeros(3))

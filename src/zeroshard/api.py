@@ -276,7 +276,7 @@ class Run(Kept):
         standing in the model. A tied weight can be asked for by any of its names.
 
         Every rank calls it. With `write=True`, what is in them at the end becomes the model's; every rank
-        must write the same.
+        must write the same, and where they did not, nothing is written.
         """
         runtime = self._open()
         check_flag(write, "write")
@@ -302,6 +302,8 @@ class Run(Kept):
     @torch.no_grad()
     def _write_back(self, params: list[Param], whole: dict[str, nn.Parameter]) -> None:
         runtime = self._open()
+        if not runtime.pace.apart:  # else ranks have parameters of their own
+            agree.refuse_unlike(runtime.transport, {name: p.data for name, p in whole.items()})
         runtime.before_change()
         runtime.transport.fence()
         for param in params:
