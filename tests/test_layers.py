@@ -86,14 +86,15 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("agree", "whole", "norm", "scaling", "state", "loading", "written", "late", "again"),
+        ("steps", "agree", "whole", "norm", "scaling", "state", "loading", "written", "late", "again"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),
+        ("weights",),
         ("build", "hooks", "snapshot"),
         ("resume",),
         ("keeper",),
-        ("kept", "resting", "admission"),
+        ("kept", "resting", "admission", "closing"),
     ),
 }
 

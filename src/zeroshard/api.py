@@ -29,13 +29,12 @@ from .planning.unfit import refuse_written
 from .run import agree
 from .run.admission import Asked, admit, device_of
 from .run.build import Builder, Init
+from .run.closing import end, refuse_close
 from .run.hooks import Hooks
 from .run.keeper import Keeper
 from .run.kept import Kept
 from .run.resting import resting
 from .run.runtime import Runtime
-from .run.snapshot import refuse_untimely
-from .run.state import give_back, nested
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -207,6 +206,9 @@ class Run(Kept):
         super().__init__(keeper)
         self.model, self._runtime, self._hooks = model, runtime, hooks
         self._promise = promise
+        self._units = {unit.label: sum(p.slot.numel for p in unit.params) for unit in runtime.units}
+        self._gathered = 0  # blocks of `gathered` that are open
+        self._last: Stats | None = None  # of a run that is closed
         if promise is not None:
             promise.watch(runtime.ledger, self._measured)
             hooks.after_step, hooks.on_inputs = promise.stepped, promise.entered
@@ -237,7 +239,7 @@ class Run(Kept):
     @property
     def units(self) -> dict[str, int]:
         """The units found, with the number of parameters (elements) in each."""
-        return {unit.label: sum(p.slot.numel for p in unit.params) for unit in self._runtime.units}
+        return dict(self._units)
 
     @property
     def placement(self) -> Placement:
@@ -250,7 +252,8 @@ class Run(Kept):
         all.
 
         Costs memory for a whole gradient on every rank meanwhile. Without it, accumulation works too: each
-        backward is reduced.
+        backward is reduced. `zero_grad()` of optimizers, the model and its modules drops what was
+        accumulated; `p.grad = None` by hand does not, since nobody sees it and `p.grad` is not yet it.
         """
         before, self._runtime.sync = self._runtime.sync, False
         try:
@@ -273,7 +276,7 @@ class Run(Kept):
         standing in the model. A tied weight can be asked for by any of its names.
 
         Every rank calls it. With `write=True`, what is in them at the end becomes the model's; every rank
-        must write the same.
+        must write the same, and where they did not, nothing is written.
         """
         runtime = self._open()
         check_flag(write, "write")
@@ -284,6 +287,7 @@ class Run(Kept):
             p.name: nn.Parameter(runtime.collect(p.read_master(), p.slot).to(p.wide), p.trainable)
             for p in chosen
         }
+        self._gathered += 1
         for param in chosen:
             param.stand(whole[param.name])
         try:
@@ -291,12 +295,15 @@ class Run(Kept):
             if write:
                 self._write_back(chosen, whole)
         finally:
+            self._gathered -= 1
             for param in chosen:
                 param.stand(param.home)
 
     @torch.no_grad()
     def _write_back(self, params: list[Param], whole: dict[str, nn.Parameter]) -> None:
         runtime = self._open()
+        if not runtime.pace.apart:  # else ranks have parameters of their own
+            agree.refuse_unlike(runtime.transport, {name: p.data for name, p in whole.items()})
         runtime.before_change()
         runtime.transport.fence()
         for param in params:
@@ -324,7 +331,9 @@ class Run(Kept):
         runtime.publish()
 
     def stats(self) -> Stats:
-        """Bytes moved and held, seconds waited; see `Stats`."""
+        """Bytes moved and held, seconds waited; see `Stats`. Of a closed run: those before it was closed."""
+        if self._last is not None:
+            return self._last
         measured = self._measured()
         return self._promise.complete(measured) if self._promise is not None else measured
 
@@ -351,7 +360,7 @@ class Run(Kept):
             live["gradients"] += (now := gradients.live())
             peak["gradients"] = max(peak["gradients"], gradients.most, now)
         return Stats(
-            steps=runtime.steps,
+            steps=runtime.steps.made,
             sent=counters.sent,
             received=counters.received,
             waited=counters.waited,
@@ -380,46 +389,19 @@ class Run(Kept):
         return weights + grads + (state * whole // held if held else 0)
 
     def close(self) -> None:
-        """Give back a plain model and plain optimizers, whole on every rank. Every rank calls it."""
+        """Give back a plain model and plain optimizers, whole on every rank, with the gradients they have: a
+        step afterwards is the one that the run would have made, but for `clip_norm`. Every rank calls it.
+
+        Of the run only `stats()` remains, as they were. Gradients under `no_sync` that were not reduced are
+        an error, and so is a backward through what was computed before.
+        """
         runtime = self._runtime
         if runtime.closed:
             return
-        if self.rank == 0 and self.size > 1 and runtime.pace.untimely() is not None:
-            log.warning(
-                "run.close() while the ranks' parameters differ: each rank keeps its own. Call "
-                "run.synchronise() before it for one model."
-            )
-        runtime.notice()
-        if runtime.faces.mesh is not None:
-            runtime.publish()  # a peer may still be in a forward that this rank did not make
-            told = runtime.transport.exchange(nested(runtime.updates), "run.close()")
-            refuse_untimely("close", [None if one is None else str(one) for one in told])
+        refuse_close(runtime, gathered=self._gathered > 0)
+        self._last = self.stats()
         self._keeper.close()
-        runtime.pace.wind_up()
-        runtime.close()
-        self._hooks.remove()
-        successors: dict[int, nn.Parameter] = {}
-        for param in runtime.params:
-            whole = param.home
-            if runtime.faces.mesh is not None:
-                full = runtime.collect(param.read_master(), param.slot).to(param.leaf.device, param.wide)
-                whole = nn.Parameter(full, requires_grad=param.trainable)
-            elif param.master is not None:
-                whole = nn.Parameter(param.read_master().to(param.leaf.device), requires_grad=param.trainable)
-            else:
-                grad, whole.grad = whole.grad, None
-                whole.data = whole.data.to(param.leaf.device, param.wide, copy=True)
-                whole.grad = None if grad is None else grad.to(whole.device, whole.dtype)
-            successors[id(param.home)] = whole
-            param.stand(whole)
-        for update in runtime.updates:
-            if runtime.host is not None:
-                runtime.host.give_back(update.optimizer)
-            give_back(update, successors, runtime.transport, runtime.collect)
-        if runtime.host is not None:
-            runtime.host.close()
-        runtime.faces.readings.close()
-        runtime.transport.close()
+        end(runtime, self._hooks)
         if self._promise is not None:
             self._promise.release()
 

@@ -106,6 +106,19 @@ def differing_values(transport: Transport, tensors: dict[str, Tensor]) -> list[s
     return [name for name, sums in zip(tensors, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
 
 
+def refuse_unlike(transport: Transport, written: dict[str, Tensor]) -> None:
+    """Raise on every rank, with the same text, where ranks have written different values by hand."""
+    names = differing_values(transport, written) if transport.size > 1 else []
+    if names:
+        others = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
+        raise RankError(
+            f"run.gathered(write=True): ranks have written different values into `{names[0]}`{others}. Each "
+            "rank keeps its own rows of what it wrote, so every rank must write the same: write on all of "
+            "them, not on rank 0 alone, or call torch.distributed.broadcast(whole[name].data, 0) inside the "
+            "block. Nothing was changed."
+        )
+
+
 def _checksum(tensor: Tensor, places: dict[torch.device, Tensor]) -> int:
     """Every value counts with its place: a buffer may be a random order, the same numbers on all ranks."""
     if tensor.is_meta or tensor.numel() == 0:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from zeroshard.errors import ModelError, StateError
-from zeroshard.life.shard import Faces, Param, names_of
+from zeroshard.life.shard import Param
 from zeroshard.life.step import Update
 from zeroshard.planning.widening import Widening, cast, has_forward
 
@@ -32,9 +32,10 @@ from .again import recomputed
 from .agree import together
 from .late import LateHooks, Strangers
 from .live import LiveUnit
-from .loading import load_split, refuse_state, refuse_weights
+from .loading import refuse_state
 from .runtime import Runtime
 from .state import show_state, take_state, widen_state
+from .weights import Weights
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -170,10 +171,13 @@ class Hooks:
 
         def arrived(leaf: Tensor) -> None:
             live, where, which = runtime(), its_unit(), its_param()
+            if live is not None and live.closed:
+                live.begin_backward()  # which says that it comes too late
             if live is not None and where is not None and which is not None:
                 live.arrived(where, which)
 
-        self._keep(param.leaf.register_post_accumulate_grad_hook(arrived))
+        # Stays after a run, which leaves it to nobody but the graphs of its forwards.
+        param.leaf.register_post_accumulate_grad_hook(arrived)
         if self.runtime.transport.size > 1 and self.runtime.faces.mesh is None:
             # Otherwise homes are DTensors, which say themselves that they do not compute with plain tensors.
             self._keep(param.home.register_hook(partial(_strayed, runtime, its_param)))
@@ -336,14 +340,8 @@ class Hooks:
                 "shard(..., precision=...)."
             )
 
-        own_zero = model.zero_grad
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            runtime.forget()
-            own_zero(set_to_none)
-
-        self._replace(model, "zero_grad", zero_grad)
         for module in model.modules():
+            self._replace(module, "zero_grad", partial(self._zeroed, module, module.zero_grad))
             if module is model or module._parameters:
                 self._replace(module, "_apply", refuse)
             self._replace(module, "__deepcopy__", partial(self._copied, module))
@@ -352,8 +350,23 @@ class Hooks:
         owners = {id(place.module): place.module for p in _on_disk(runtime) for place in p.places}
         for module in owners.values():
             self._keep(module.register_state_dict_post_hook(partial(_show_masters, runtime)))
-        self._keep(model.register_load_state_dict_pre_hook(partial(_rows_for_loading, runtime)))
-        self._keep(model.register_load_state_dict_post_hook(lambda module, keys: runtime.changed()))
+        weights = Weights(model, runtime)
+        for module in model.modules():
+            self._keep(module.register_load_state_dict_pre_hook(weights.before))
+            self._keep(module.register_load_state_dict_post_hook(weights.after))
+
+    def _zeroed(self, module: nn.Module, own: Callable[[bool], None], set_to_none: bool = True) -> None:
+        """`zero_grad` of the model, or of a module: then what was accumulated for others stays."""
+        runtime = self.runtime
+        if module is self.model:
+            runtime.forget()
+        elif runtime.unsynced:
+            inside = set(map(id, module.modules()))
+            for param in runtime.params:
+                if any(id(place.module) in inside for place in param.places):
+                    param.leaf.grad = None
+            runtime.unsynced = any(param.leaf.grad is not None for param in runtime.params)
+        own(set_to_none)
 
     def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """`copy.deepcopy`: a plain module of its own. What is ours must not come along: the copy would enter
@@ -393,28 +406,6 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
         owner.__dict__.pop(name, None)
     else:
         owner.__dict__[name] = before
-
-
-def _rows_for_loading(
-    runtime: Runtime, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Before `model.load_state_dict`: check every shape, then hand each home what it is made of."""
-    runtime.settle()
-    faces, names = runtime.faces, names_of(module, runtime.params)
-    look = partial(refuse_weights, runtime.params, names, state, prefix)
-    together(runtime.transport, "model.load_state_dict()", look)
-    runtime.before_change()
-    runtime.transport.fence()
-    load_split(runtime.params, faces.rank, names, state, prefix)
-    if faces.mesh is None:
-        return
-    for param in runtime.params:
-        for place_name in names[param.name]:
-            value = state.get(prefix + place_name)
-            if isinstance(value, Tensor) and Faces.local(value) is value:
-                start, stop = param.slot.rows(faces.rank)
-                rows = value if param.slot.split == "copy" else value[start:stop]
-                state[prefix + place_name] = faces.show(rows.to(param.local), param.slot)
 
 
 def _on_disk(runtime: Runtime) -> list[Param]:

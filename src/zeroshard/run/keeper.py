@@ -106,6 +106,7 @@ class Keeper:
         self.finish()
         if self._made is not None:
             self._made.close()
+            self._made = None  # it knows what the last snapshot held
 
     def finish(self) -> None:
         """Wait for a background save. How it failed was logged, and the next save tells it."""

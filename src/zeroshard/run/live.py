@@ -26,6 +26,13 @@ _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 _place = Tensor.data_ptr
 
 
+def after_close() -> StateError:
+    return StateError(
+        "this backward leads through a forward that was made before run.close(), and the parameters that it "
+        "computed with are no longer the model's. Run backward before close(), or make the forward again."
+    )
+
+
 class LiveUnit:
     """A unit with its bundles, and where it is in the current forward or backward."""
 

@@ -102,7 +102,7 @@ def _expected(optimizer: Optimizer, key: str, whole: tuple[int, ...]) -> tuple[i
 def _refuse_division(param: Param, key: str, value: Tensor, rank: int) -> None:
     """DTensors of the right shape whose rows are others than this run's."""
     local, mine = Faces.local(value), param.slot.local_shape(rank)
-    if local is not value and tuple(value.shape) == param.slot.shape and tuple(local.shape) != mine:
+    if tuple(value.shape) == param.slot.shape and _divided_otherwise(param, value, rank):
         raise ModelError(
             f"{_WHAT}: `{key}` of `{param.name}` is a DTensor of which this rank has {tuple(local.shape)}, "
             f"and in this run it has {mine} of {param.slot.shape}. Load whole tensors: value.full_tensor(). "
@@ -111,9 +111,14 @@ def _refuse_division(param: Param, key: str, value: Tensor, rank: int) -> None:
 
 
 def refuse_weights(
-    params: Sequence[Param], names: Mapping[str, Sequence[str]], state: Mapping[str, Any], prefix: str
+    params: Sequence[Param],
+    names: Mapping[str, Sequence[str]],
+    state: Mapping[str, Any],
+    prefix: str,
+    rank: int,
 ) -> None:
-    """Of a model: raise where a tensor is of another shape. `names`: all that a parameter has."""
+    """Of a model: raise where a tensor is of another shape, or rows are others than this run's. `names`: all
+    that a parameter has."""
     for param in params:
         for name in names[param.name]:
             value = state.get(prefix + name)
@@ -122,21 +127,14 @@ def refuse_weights(
                     f"load_state_dict: `{name}` is {tuple(value.shape)} in the given state and "
                     f"{param.slot.shape} in the model. Nothing was loaded."
                 )
+            if isinstance(value, Tensor) and _divided_otherwise(param, value, rank):
+                raise ModelError(
+                    f"load_state_dict: `{name}` is a DTensor whose rows are divided otherwise than the "
+                    "model's (split=, or another number of ranks). Load whole tensors, such as those of "
+                    "run.gathered(). Nothing was loaded."
+                )
 
 
-def load_split(
-    params: Sequence[Param], rank: int, names: dict[str, list[str]], state: dict[str, Any], prefix: str
-) -> None:
-    """A master that is split or on the disk takes what is loaded in full precision; its home is then loaded
-    with itself."""
-    for param in params:
-        if param.master is not None:
-            for name in names[param.name]:
-                value = state.get(prefix + name)
-                if isinstance(value, Tensor):
-                    rows = Faces.local(value)
-                    if rows is value and param.slot.split != "copy":
-                        start, stop = param.slot.rows(rank)
-                        rows = value[start:stop]
-                    param.write_master(rows)
-                    state[prefix + name] = param.home.detach()
+def _divided_otherwise(param: Param, value: Tensor, rank: int) -> bool:
+    local = Faces.local(value)
+    return local is not value and tuple(local.shape) != param.slot.local_shape(rank)

@@ -263,7 +263,7 @@ def adopt(
         runtime.pace.adopt(values.get("sync", {}), own.get("sync", {}))
         if loaded.own is not None:
             _adopt_own(runtime, model, loaded.own, same_world)
-        runtime.steps, runtime.clipping.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
+        runtime.steps.made, runtime.clipping.norm = int(values.get("step", 0)), float(values.get("norm", 0.0))
         updates = runtime.host.updates if runtime.host is not None else None
         if updates is not None and (norm := values.get("host_norm") or runtime.clipping.norm):
             updates.outlook.see(float(norm))

@@ -41,8 +41,9 @@ from zeroshard.life.step import Update, tell_of_no_gradient
 from zeroshard.sync import Pace
 from zeroshard.tier.pool import Ledger, Pool
 
-from .live import Caller, LiveUnit, wants_all
+from .live import Caller, LiveUnit, after_close, wants_all
 from .norm import Clipping
+from .steps import Steps
 from .supply import Supply
 from .whole import collect
 from .written import Written, attach
@@ -68,9 +69,7 @@ class Runtime:
         self.supply = Supply(transport)
         self.sync = True
         self.unsynced = False  # leaves hold gradients that were accumulated under no_sync
-        self.steps = 0
-        self._landed = True  # gradients have come that no optimizer has seen
-        self._stepped: set[Update] = set()  # optimizers that have
+        self.steps = Steps()
         self.closed = False
         self.reader: Reader | None = None  # a background save that may still be copying state
         self._active = 0  # units entered and not left
@@ -195,6 +194,8 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """Called at every sign of a backward; acts on the first."""
+        if self.closed:
+            raise after_close()
         task = _current_graph_task_id()
         if self._task is not None:
             self._nested = self._nested or task != self._task
@@ -267,7 +268,7 @@ class Runtime:
                     self._land_late_ones()
                 self.unsynced = False
                 self.clipping.settled = False
-                self._landed = True
+                self.steps.landed()
         for unit in self.units:
             unit.expected = unit.trainable
             if unit.depth == 0:  # else this backward was one inside a forward, which goes on
@@ -312,15 +313,7 @@ class Runtime:
             with self.host.stepped(update) if self.host is not None else nullcontext():
                 self.pace.step(update, step)
         self.supply.stale = True
-        self._count(update)
-
-    def _count(self, update: Update) -> None:
-        """A step is what all optimizers do with one backward: the first of them counts."""
-        if self._landed or update in self._stepped:
-            self.steps += 1
-            self._landed = False
-            self._stepped.clear()
-        self._stepped.add(update)
+        self.steps.count(update)
 
     @property
     def _host_updates(self) -> HostUpdates | None:
@@ -431,6 +424,8 @@ class Runtime:
     def close(self) -> None:
         """End the threads, after what they have begun."""
         self.closed = True
+        self._stepped.clear()
+        self._recent.clear()
         if self._host_updates is not None:
             try:
                 self._host_updates.wind_up()

@@ -302,7 +302,7 @@ def _values(runtime: Runtime, company: Company) -> dict[str, Any]:
         optimizers.append({"type": type(update.optimizer).__name__, "groups": groups})
     updates = runtime.host.updates if runtime.host is not None else None
     return {
-        "step": runtime.steps,
+        "step": runtime.steps.made,
         "published": not runtime.supply.stale,
         "norm": runtime.clipping.norm,
         **({"host_norm": updates.outlook.norm, "host_swing": updates.outlook.swing} if updates else {}),
