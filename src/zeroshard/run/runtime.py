@@ -424,7 +424,6 @@ class Runtime:
     def close(self) -> None:
         """End the threads, after what they have begun."""
         self.closed = True
-        self._stepped.clear()
         self._recent.clear()
         if self._host_updates is not None:
             try:
