@@ -26,6 +26,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.testing import PeakBytes, assert_bytes, ranks, tensor_bytes
@@ -91,6 +92,60 @@ def test_live_bytes(precision: Given, stage: int, world: int) -> None:
     )
     if stage > 0:
         assert_bytes(walked, expected, 0.02, "the walk over all tensors")
+
+
+class Words(nn.Module):
+    """An embedding that is the head too, larger than all blocks together."""
+
+    COUNT, BLOCKS = 32_001, 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(self.COUNT, 128)
+        make = (
+            nn.Sequential(nn.Linear(128, 1023), nn.Tanh(), nn.Linear(1023, 128)) for _ in range(self.BLOCKS)
+        )
+        self.blocks = nn.ModuleList(make)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(nn.functional.linear(x, self.words.weight), tokens)
+
+
+def hold_words(stage: int, precision: Given) -> tuple[int, dict[int, int]]:
+    """Two steps with default options; what is alive afterwards."""
+    before, others = tensor_bytes()
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    run = zs.shard(model, optimizer, stage=stage, precision=precision)
+    for _ in range(2):
+        model(torch.arange(4)).backward()
+        optimizer.step()
+    private, shared = tensor_bytes()
+    run._runtime.transport.close()
+    return private - before, {inode: size for inode, size in shared.items() if inode not in others}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_a_large_tensor_is_on_one_wire(stage: int, precision: Given) -> None:
+    """Beside the formula there are, whole, the root and one block (stage 3) and three wires: one as large as
+    the largest tensor, and two of the default size of buckets."""
+    held, world, width = ranks(2).run(hold_words, stage, precision), 2, 4 if precision is None else 2
+    model = Words()
+    largest, block = (
+        width * model.words.weight.numel(),
+        width * sum(p.numel() for p in model.blocks[0].parameters()),
+    )
+    everyone, split = FORMS[precision][stage]
+    formula = sum(p.numel() for p in model.parameters()) * (everyone + split / world)
+    wires = largest + min(2 * 6 * 2**20, Words.BLOCKS * block)
+    gathered = largest + block if stage == 3 else 0
+    segments = {inode: size for _, shared in held for inode, size in shared.items()}
+    walked = (sum(private for private, _ in held) + sum(segments.values())) / world
+    assert walked <= 1.002 * (formula + gathered + wires)
 
 
 def gathered_and_made(stage: int, blocks: int) -> tuple[int, int]:
