@@ -177,6 +177,50 @@ def test_peak_does_not_grow_with_the_model() -> None:
     assert plain.most > 10 * made, "the count cannot tell: plain PyTorch holds all gradients"
 
 
+def through_kept_full(
+    transport: str, gather: zs.Codec | None, keeps: bool
+) -> tuple[list[int], list[int], bytes]:
+    """Tensor bytes and bytes of gathered units before all were kept and after, and the trained model."""
+    torch.manual_seed(0)
+    model = models.Tower(WIDTH, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    run = zs.shard(model, optimizer, stage=3, transport=transport, gather=gather)
+    walked, booked = [], []
+
+    def train(steps: int) -> None:
+        for number in range(steps):
+            model(torch.full((2, WIDTH), 1.0 + number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        private, shared = tensor_bytes()
+        walked.append(private + sum(shared.values()))
+        booked.append(run.stats().live["gathered"])
+
+    train(2)
+    if keeps:
+        with run.kept_full(), torch.no_grad():
+            model(torch.ones(2, WIDTH))
+            assert run.stats().live["gathered"] >= 4 * sum(run.units.values())
+    train(0)
+    train(2)
+    with run.gathered():
+        trained = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    run._runtime.transport.close()
+    return walked, booked, trained
+
+
+@pytest.mark.parametrize(("transport", "gather"), [("shm", None), ("gloo", None), ("gloo", zs.Int8())])
+def test_what_was_kept_full_is_let_go(transport: str, gather: zs.Codec | None) -> None:
+    """Also what views and transports have of it; and buffers at the same addresses are not taken for it."""
+    plain = ranks(2).run(through_kept_full, transport, gather, False)
+    for (walked, booked, trained), (_, _, expected) in zip(
+        ranks(2).run(through_kept_full, transport, gather, True), plain, strict=True
+    ):
+        assert booked[0] == booked[1] == booked[2]
+        assert max(walked) - min(walked) <= 4096
+        assert trained == expected
+
+
 def leftovers(stage: int, close: bool) -> tuple[int, int]:
     """Tensor bytes before a run, and after it is gone."""
     before = tensor_bytes()

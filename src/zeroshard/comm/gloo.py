@@ -109,6 +109,7 @@ class GlooTransport(Transport):
         self._lanes_free.append(region.lane)
         region.mine = region.mine.new_empty(0)
         region.state.clear()
+        region.prepared.clear()
 
     def fill(self, region: Region) -> None:
         if self._pending.get(region) or self._sends.get(region):
@@ -251,7 +252,7 @@ class GlooTransport(Transport):
         self, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Passage:
         """Prepared before, if what is gathered went to the same tensors: a bundle has few buffers."""
-        known = cast("list[Passage]", source.state.setdefault(f"passages {key}", []))
+        known = cast("list[Passage]", source.prepared.setdefault(key, []))
         for passage in known:
             if passage.out is out and passage.cuts == cuts:
                 return passage

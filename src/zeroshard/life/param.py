@@ -352,6 +352,13 @@ class Bundle:
             cached = self._views[buffer.data_ptr()] = (self.full_views(buffer), targets)
         return cached
 
+    def forget(self, gone: set[int]) -> None:
+        """Buffers of the pool that were at these addresses are no more: keep no views of them."""
+        self._views = {at: views for at, views in self._views.items() if at not in gone}
+        region = self.coded.region if self.coded is not None else self.region
+        if region is not None:
+            self.transport.forget(region)
+
     # ------------------------------------------------------------------ what autograd saves
 
     def save(self, tensor: Tensor) -> Saved:
