@@ -54,17 +54,22 @@ CASES = [
 ]
 
 
-def tower(stage: int, precision: Given, blocks: int) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
+def tower(
+    stage: int, precision: Given, blocks: int, transport: str = "auto"
+) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
     model = models.Tower(WIDTH, blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     bucket = UNIT * (4 if precision is None else 2)
-    return model, optimizer, zs.shard(model, optimizer, stage=stage, precision=precision, bucket_bytes=bucket)
+    run = zs.shard(
+        model, optimizer, stage=stage, precision=precision, bucket_bytes=bucket, transport=transport
+    )
+    return model, optimizer, run
 
 
-def hold(stage: int, precision: Given) -> dict[str, Any]:
+def hold(stage: int, precision: Given, transport: str = "auto") -> dict[str, Any]:
     """Two steps of a large model; what is alive afterwards."""
     before, others = tensor_bytes()  # what earlier tests left in these processes is not ours
-    model, optimizer, run = tower(stage, precision, blocks=75 * dist.get_world_size())
+    model, optimizer, run = tower(stage, precision, 75 * dist.get_world_size(), transport)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).backward()
         optimizer.step()
@@ -92,6 +97,13 @@ def test_live_bytes(precision: Given, stage: int, world: int) -> None:
     )
     if stage > 0:
         assert_bytes(walked, expected, 0.02, "the walk over all tensors")
+
+
+@pytest.mark.parametrize(("precision", "stage"), [(None, 0), ("bfloat16", 1), (None, 2), (None, 3)])
+def test_live_bytes_over_messages(precision: Given, stage: int) -> None:
+    """What messages arrive in is booked, too."""
+    for one in ranks(2).run(hold, stage, precision, "gloo"):
+        assert_bytes(one["private"], sum(one["live"].values()), 0.01, "the walk against the books")
 
 
 class Words(nn.Module):

@@ -196,7 +196,8 @@ def train(kind: str, optimizer: str, options: dict[str, Any]) -> tuple[Bytes, By
     units, rules = blocks_of(model, [updater], "auto"), rules_of([updater])
     world = dist.get_world_size() if dist.is_initialized() else 1
     run = zs.shard(model, updater, **options)
-    setup = Setup(units, run.options, world, rules, run.rank, overlaps=run.transport == "gloo")
+    messages = run.transport == "gloo"
+    setup = Setup(units, run.options, world, rules, run.rank, overlaps=messages, direct=messages)
     for _ in range(3):
         updater.zero_grad()
         model(torch.randint(0, 50, (2, models.GPT.LENGTH + 1))).backward()

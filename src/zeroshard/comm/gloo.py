@@ -23,7 +23,7 @@ from zeroshard.errors import RankError
 from . import bounce, failure
 from .letter import LETTER, head_of, opened, room_beside
 from .link import LETTERS, Job, Link, Messages
-from .passage import Passage
+from .passage import Passage, rooms_for
 from .sums import sum_pieces
 from .transport import (
     HEAD,
@@ -259,6 +259,13 @@ class GlooTransport(Transport):
         made = Passage(key, source, cuts, out, self.rank, partial(self._stage, source))
         known[:] = [made, *known[: _PASSAGES - 1]]
         return made
+
+    def receive(self, wire: Region, most: int) -> int:
+        return self._stage(wire, "reduce", most * len(self._peers)).nbytes
+
+    def expect(self, key: str, source: Region, cuts: Cuts) -> int:
+        rooms = rooms_for(key, cuts, self.rank, source.mine.element_size())
+        return sum(self._stage(source, name, numel).nbytes for name, numel in rooms.items())
 
     def _stage(self, region: Region, name: str, numel: int) -> torch.Tensor:
         held = cast("torch.Tensor | None", region.state.get(name))

@@ -174,6 +174,15 @@ class Transport(ABC):
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
         """Zero-filled memory, reused for ever. Collective in call order; `numel` may differ by rank."""
 
+    def receive(self, wire: Region, most: int) -> int:
+        """Make room for what every peer sends in reductions, pieces of up to `most` elements. The bytes that
+        it costs this rank: none where pieces are read in place, or pass through device memory."""
+        return 0
+
+    def expect(self, key: str, source: Region, cuts: Cuts) -> int:
+        """The same for gathers of `key`."""
+        return 0
+
     def forget(self, region: Region) -> None:
         """Tensors that gathers out of `region` went to are no more: do not keep their memory."""
         region.prepared.clear()

@@ -15,6 +15,7 @@ from .shapes import WIDTHS, Bucket, Buffers
 Sort = tuple[str, str, Compression | None]
 # Own rows of at least so many bytes stay in their gradients until they are added; see `bucket.held`.
 HELD_BYTES = 1 << 15
+ALONE = 1 << 18  # bytes; shorter segments of a gather over messages travel together
 RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
 
 

@@ -109,7 +109,16 @@ class Wiring:
         shown = codec is None and (stage == 1 or (stage == 0 and in_place))
         kind: Kind = "gradients" if shown else "buckets"
         self.ledger.book(kind, sum(region.mine.nbytes for region in dict.fromkeys(wires)))
+        if codec is None:
+            self._receive(wires, packs)
         return wires
+
+    def _receive(self, wires: list[Region], packs: list[Pack]) -> None:
+        """Make room for what peers send."""
+        most: dict[Region, int] = {}
+        for wire, pack in zip(wires, packs, strict=True):
+            most[wire] = max(most.get(wire, 0), pack.pieces[self.transport.rank])
+        self.ledger.book("buckets", sum(self.transport.receive(*one) for one in most.items()))
 
     def _ring(self, key: str, sizes: list[int], dtype: torch.dtype, keeps: bool) -> list[Region]:
         """The wire of each bucket; see `rooms_of`. `keeps`: every one has its own."""
