@@ -26,6 +26,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.testing import PeakBytes, assert_bytes, ranks, tensor_bytes
@@ -53,17 +54,22 @@ CASES = [
 ]
 
 
-def tower(stage: int, precision: Given, blocks: int) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
+def tower(
+    stage: int, precision: Given, blocks: int, transport: str = "auto"
+) -> tuple[models.Tower, torch.optim.Optimizer, zs.Run]:
     model = models.Tower(WIDTH, blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     bucket = UNIT * (4 if precision is None else 2)
-    return model, optimizer, zs.shard(model, optimizer, stage=stage, precision=precision, bucket_bytes=bucket)
+    run = zs.shard(
+        model, optimizer, stage=stage, precision=precision, bucket_bytes=bucket, transport=transport
+    )
+    return model, optimizer, run
 
 
-def hold(stage: int, precision: Given) -> dict[str, Any]:
+def hold(stage: int, precision: Given, transport: str = "auto") -> dict[str, Any]:
     """Two steps of a large model; what is alive afterwards."""
     before, others = tensor_bytes()  # what earlier tests left in these processes is not ours
-    model, optimizer, run = tower(stage, precision, blocks=75 * dist.get_world_size())
+    model, optimizer, run = tower(stage, precision, 75 * dist.get_world_size(), transport)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).backward()
         optimizer.step()
@@ -93,6 +99,67 @@ def test_live_bytes(precision: Given, stage: int, world: int) -> None:
         assert_bytes(walked, expected, 0.02, "the walk over all tensors")
 
 
+@pytest.mark.parametrize(("precision", "stage"), [(None, 0), ("bfloat16", 1), (None, 2), (None, 3)])
+def test_live_bytes_over_messages(precision: Given, stage: int) -> None:
+    """What messages arrive in is booked, too."""
+    for one in ranks(2).run(hold, stage, precision, "gloo"):
+        assert_bytes(one["private"], sum(one["live"].values()), 0.01, "the walk against the books")
+
+
+class Words(nn.Module):
+    """An embedding that is the head too, larger than all blocks together."""
+
+    COUNT, BLOCKS = 32_001, 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(self.COUNT, 128)
+        make = (
+            nn.Sequential(nn.Linear(128, 1023), nn.Tanh(), nn.Linear(1023, 128)) for _ in range(self.BLOCKS)
+        )
+        self.blocks = nn.ModuleList(make)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(nn.functional.linear(x, self.words.weight), tokens)
+
+
+def hold_words(stage: int, precision: Given) -> tuple[int, dict[int, int]]:
+    """Two steps with default options; what is alive afterwards."""
+    before, others = tensor_bytes()
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    run = zs.shard(model, optimizer, stage=stage, precision=precision)
+    for _ in range(2):
+        model(torch.arange(4)).backward()
+        optimizer.step()
+    private, shared = tensor_bytes()
+    run._runtime.transport.close()
+    return private - before, {inode: size for inode, size in shared.items() if inode not in others}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_a_large_tensor_is_on_one_wire(stage: int, precision: Given) -> None:
+    """Beside the formula there are, whole, the root and one block (stage 3) and three wires: one as large as
+    the largest tensor, and two of the default size of buckets."""
+    held, world, width = ranks(2).run(hold_words, stage, precision), 2, 4 if precision is None else 2
+    model = Words()
+    largest, block = (
+        width * model.words.weight.numel(),
+        width * sum(p.numel() for p in model.blocks[0].parameters()),
+    )
+    everyone, split = FORMS[precision][stage]
+    formula = sum(p.numel() for p in model.parameters()) * (everyone + split / world)
+    wires = largest + min(2 * 6 * 2**20, Words.BLOCKS * block)
+    gathered = largest + block if stage == 3 else 0
+    segments = {inode: size for _, shared in held for inode, size in shared.items()}
+    walked = (sum(private for private, _ in held) + sum(segments.values())) / world
+    assert walked <= 1.002 * (formula + gathered + wires)
+
+
 def gathered_and_made(stage: int, blocks: int) -> tuple[int, int]:
     """The most bytes of gathered units, and of tensors that the operations of one step made, after two
     others.
@@ -120,6 +187,50 @@ def test_peak_does_not_grow_with_the_model() -> None:
     with PeakBytes() as plain:
         models.Tower(WIDTH, 80)(torch.ones(2, WIDTH)).backward()
     assert plain.most > 10 * made, "the count cannot tell: plain PyTorch holds all gradients"
+
+
+def through_kept_full(
+    transport: str, gather: zs.Codec | None, keeps: bool
+) -> tuple[list[int], list[int], bytes]:
+    """Tensor bytes and bytes of gathered units before all were kept and after, and the trained model."""
+    torch.manual_seed(0)
+    model = models.Tower(WIDTH, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    run = zs.shard(model, optimizer, stage=3, transport=transport, gather=gather)
+    walked, booked = [], []
+
+    def train(steps: int) -> None:
+        for number in range(steps):
+            model(torch.full((2, WIDTH), 1.0 + number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        private, shared = tensor_bytes()
+        walked.append(private + sum(shared.values()))
+        booked.append(run.stats().live["gathered"])
+
+    train(2)
+    if keeps:
+        with run.kept_full(), torch.no_grad():
+            model(torch.ones(2, WIDTH))
+            assert run.stats().live["gathered"] >= 4 * sum(run.units.values())
+    train(0)
+    train(2)
+    with run.gathered():
+        trained = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    run._runtime.transport.close()
+    return walked, booked, trained
+
+
+@pytest.mark.parametrize(("transport", "gather"), [("shm", None), ("gloo", None), ("gloo", zs.Int8())])
+def test_what_was_kept_full_is_let_go(transport: str, gather: zs.Codec | None) -> None:
+    """Also what views and transports have of it; and buffers at the same addresses are not taken for it."""
+    plain = ranks(2).run(through_kept_full, transport, gather, False)
+    for (walked, booked, trained), (_, _, expected) in zip(
+        ranks(2).run(through_kept_full, transport, gather, True), plain, strict=True
+    ):
+        assert booked[0] == booked[1] == booked[2]
+        assert max(walked) - min(walked) <= 4096
+        assert trained == expected
 
 
 def leftovers(stage: int, close: bool) -> tuple[int, int]:

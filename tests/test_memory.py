@@ -4,8 +4,10 @@ byte."""
 from __future__ import annotations
 
 import math
+import random
 import time
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import models
@@ -20,6 +22,7 @@ from zeroshard.count.balance import closed_form, heaviest, imbalance
 from zeroshard.count.layout import FlatPack, Pack
 from zeroshard.count.memory import Setup, buffers_of, gathered
 from zeroshard.count.shapes import Block, Weight
+from zeroshard.count.wires import RING, rooms_of, turns_of
 from zeroshard.planning.blueprint import blocks_of, rules_of
 from zeroshard.testing import ranks
 
@@ -88,6 +91,21 @@ def test_no_rank_is_heavier_than_the_heaviest(world: int, split: Any) -> None:
     owned = [sum(s.held(r) for s in setup.slots.values() if s.split != "copy") for r in range(world)]
     assert heaviest(setup).rank == owned.index(max(owned))
     assert imbalance(setup) == pytest.approx(max(owned) * world / sum(owned) - 1)
+
+
+def test_wires_are_no_larger_than_they_must_be() -> None:
+    """Neighbours have wires of their own, and taking turns in order would take as many bytes or more."""
+    draw = random.Random(0)
+    for _ in range(500):
+        sizes = [draw.choice([1, 7, 8, 8, 60, draw.randint(1, 99)]) for _ in range(draw.randint(1, 15))]
+        rooms = rooms_of(sizes)
+        turns = turns_of(sizes, rooms)
+        assert all(size <= rooms[turn] for size, turn in zip(sizes, turns, strict=True))
+        assert all(one != other for one, other in pairwise(turns))
+        assert sum(rooms) <= sum(max(sizes[first::RING]) for first in range(len(rooms)))
+    head_and_embedding = [90, *[8, 1, 8] * 5, 90]
+    assert rooms_of(head_and_embedding) == [90, 8, 1]
+    assert turns_of([8] * 7, rooms_of([8] * 7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_trillion_parameters_on_ten_thousand_ranks_at_once() -> None:
@@ -178,7 +196,8 @@ def train(kind: str, optimizer: str, options: dict[str, Any]) -> tuple[Bytes, By
     units, rules = blocks_of(model, [updater], "auto"), rules_of([updater])
     world = dist.get_world_size() if dist.is_initialized() else 1
     run = zs.shard(model, updater, **options)
-    setup = Setup(units, run.options, world, rules, run.rank, overlaps=run.transport == "gloo")
+    messages = run.transport == "gloo"
+    setup = Setup(units, run.options, world, rules, run.rank, overlaps=messages, direct=messages)
     for _ in range(3):
         updater.zero_grad()
         model(torch.randint(0, 50, (2, models.GPT.LENGTH + 1))).backward()

@@ -73,7 +73,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     stats = run.stats()
     rows = {name: home.to_local().detach() for name, home in model.named_parameters()}  # type: ignore[operator]
     run._runtime.transport.close()
-    setup = Setup(units, run.options, 2, rules, run.rank, overlaps=run.transport == "gloo")
+    messages = run.transport == "gloo"
+    setup = Setup(units, run.options, 2, rules, run.rank, overlaps=messages, direct=messages)
     return {
         "rows": rows,
         "live": stats.live,

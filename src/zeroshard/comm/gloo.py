@@ -23,7 +23,7 @@ from zeroshard.errors import RankError
 from . import bounce, failure
 from .letter import LETTER, head_of, opened, room_beside
 from .link import LETTERS, Job, Link, Messages
-from .passage import Passage
+from .passage import Passage, rooms_for
 from .sums import sum_pieces
 from .transport import (
     HEAD,
@@ -111,6 +111,7 @@ class GlooTransport(AddingTransport):
         self._lanes_free.append(region.lane)
         region.mine = region.mine.new_empty(0)
         region.state.clear()
+        region.prepared.clear()
 
     def fill(self, region: Region) -> None:
         if self._pending.get(region) or self._sends.get(region):
@@ -254,13 +255,20 @@ class GlooTransport(AddingTransport):
         self, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Passage:
         """Prepared before, if what is gathered went to the same tensors: a bundle has few buffers."""
-        known = cast("list[Passage]", source.state.setdefault(f"passages {key}", []))
+        known = cast("list[Passage]", source.prepared.setdefault(key, []))
         for passage in known:
             if passage.out is out and passage.cuts == cuts:
                 return passage
         made = Passage(key, source, cuts, out, self.rank, partial(self._stage, source))
         known[:] = [made, *known[: _PASSAGES - 1]]
         return made
+
+    def receive(self, wire: Region, most: int) -> int:
+        return self._stage(wire, "reduce", most * len(self._peers)).nbytes
+
+    def expect(self, key: str, source: Region, cuts: Cuts) -> int:
+        rooms = rooms_for(key, cuts, self.rank, source.mine.element_size())
+        return sum(self._stage(source, name, numel).nbytes for name, numel in rooms.items())
 
     def _stage(self, region: Region, name: str, numel: int) -> torch.Tensor:
         held = cast("torch.Tensor | None", region.state.get(name))

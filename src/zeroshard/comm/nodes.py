@@ -128,6 +128,13 @@ class NodesTransport(Transport):
         self._inner.free(region.state["inner"])
         region.mine = region.mine.new_empty(0)
         region.state.clear()
+        region.prepared.clear()
+
+    def forget(self, region: Region) -> None:
+        relays = [part.memory for part in region.state.values() if isinstance(part, _Relay)]
+        for inside in (region.state["inner"], *relays):
+            self._inner.forget(inside)
+        self._outer.forget(region.state["outer"])
 
     def fill(self, region: Region) -> None:
         for work in [work for work in self._reduces if work.wire is region]:

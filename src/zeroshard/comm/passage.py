@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zeroshard.count.wires import ALONE
 from zeroshard.native import Moves
 
 from .transport import Cuts, Region, Spans, slices
 
-__all__ = ["Passage"]
-
-_ALONE = 1 << 18  # bytes; shorter segments of a gather travel together
+__all__ = ["Passage", "rooms_for"]
 
 Out = Sequence[Sequence[torch.Tensor]]
 # Memory of a name and a length that a region keeps.
@@ -86,9 +85,24 @@ def _messages(segments: Spans, width: int) -> list[list[int]]:
     """Which segments of a gather travel as one message, the same for sender and receiver: long ones alone, so
     that they are not copied on their way, and all short ones together."""
     sizes = [numel * width for _, numel in segments]
-    long = [[index] for index, size in enumerate(sizes) if size >= _ALONE]
-    short = [index for index, size in enumerate(sizes) if 0 < size < _ALONE]
+    long = [[index] for index, size in enumerate(sizes) if size >= ALONE]
+    short = [index for index, size in enumerate(sizes) if 0 < size < ALONE]
     return [*long, short] if short else long
+
+
+def rooms_for(key: str, cuts: Cuts, rank: int, width: int) -> dict[str, int]:
+    """What a region keeps for gathers of `key` into host memory, in elements: one segment alone is sent from
+    its place and lands in its place."""
+    together = [
+        sum(
+            segments[index][1]
+            for message in _messages(segments, width)
+            if len(message) > 1
+            for index in message
+        )
+        for segments in cuts
+    ]
+    return {f"pack {key}": together[rank], f"gather {key}": sum(together) - together[rank]}
 
 
 def _lands_directly(target: torch.Tensor, dtype: torch.dtype) -> bool:

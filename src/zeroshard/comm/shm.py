@@ -115,6 +115,7 @@ class ShmTransport(AddingTransport):
         region.mine = torch.empty(0, dtype=region.mine.dtype)
         region.peers.clear()
         region.state.clear()
+        region.prepared.clear()
 
     def fill(self, region: Region) -> None:
         for work in [work for work in self.dealt if work.wire is region]:
@@ -235,11 +236,11 @@ class ShmTransport(AddingTransport):
     ) -> Work:
         own = len(out[self.rank]) > 0
         slot = f"{key} {own}"
-        cached = source.state.get(slot)
+        cached = source.prepared.get(slot)
         if cached is None or cached.cuts != cuts:
             targets, views = self._pairs(source, cuts, out)
             moves = Moves(targets, views)
-            cached = source.state[slot] = Copies(cuts, views, moves, totals(cuts), out, targets)
+            cached = source.prepared[slot] = Copies(cuts, views, moves, totals(cuts), out, targets)
         work = Gather(self, kind, key, ready, cached, out)
         self.gathers.append(work)
         self._count_gather(kind, cached.totals, source.mine.element_size())

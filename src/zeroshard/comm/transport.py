@@ -68,6 +68,7 @@ class Region:
 
     `lane` numbers the region alike on every rank. `peers` are the same regions of all ranks where they can be
     read in place. `state` is the transport's own: views cached by key, operations that still read the region.
+    `prepared`: what gathers out of it were prepared with, by key; see `Transport.forget`.
     """
 
     key: str
@@ -75,6 +76,7 @@ class Region:
     lane: int = 0
     peers: list[torch.Tensor] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
+    prepared: dict[str, Any] = field(default_factory=dict)
 
 
 class Fetch(NamedTuple):
@@ -174,6 +176,19 @@ class Transport(ABC):
     @abstractmethod
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
         """Zero-filled memory, reused for ever. Collective in call order; `numel` may differ by rank."""
+
+    def receive(self, wire: Region, most: int) -> int:
+        """Make room for what every peer sends in reductions, pieces of up to `most` elements. The bytes that
+        it costs this rank: none where pieces are read in place, or pass through device memory."""
+        return 0
+
+    def expect(self, key: str, source: Region, cuts: Cuts) -> int:
+        """The same for gathers of `key`."""
+        return 0
+
+    def forget(self, region: Region) -> None:
+        """Tensors that gathers out of `region` went to are no more: do not keep their memory."""
+        region.prepared.clear()
 
     def over(self, key: str, memory: torch.Tensor) -> Region:
         """A region over flat host memory that the caller has, for a `staged` transport: what that gathers

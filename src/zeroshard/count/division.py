@@ -24,7 +24,8 @@ NATIVE = ("Adam", "AdamW", "SGD")  # optimizers whose update the host can overla
 
 @dataclass(frozen=True)
 class Division(ABC):
-    """All that the bytes of a run depend on. `overlaps`, `staged`: as its transport; `rank`: whose bytes."""
+    """All that the bytes of a run depend on. `overlaps`, `staged`, `direct`: as its
+    transport; `rank`: whose bytes."""
 
     units: tuple[Block, ...]
     options: Options
@@ -33,6 +34,7 @@ class Division(ABC):
     rank: int = 0
     overlaps: bool = True
     staged: bool = False
+    direct: bool = False
     placement: Placement | None = None  # decided already; else `places` decides
     visits: tuple[Visit, ...] = ()  # of a `Course`
 

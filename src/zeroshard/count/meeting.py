@@ -11,7 +11,8 @@ from zeroshard.policy import Local, choices_of
 from .coding import wire_bytes
 from .division import Division
 from .layout import Pack, Slot, buckets, slots_for
-from .shapes import WIDTHS, Buffers
+from .shapes import WIDTHS, Bucket, Buffers, Bundle
+from .wires import ALONE, rooms_of, turns_of
 
 
 def stage_bytes(setup: Division) -> int:
@@ -50,10 +51,43 @@ def stage_bytes(setup: Division) -> int:
     return sum(numel * WIDTHS[dtype] for dtype, numel in most.items())
 
 
+def received_bytes(setup: Division) -> int:
+    """Memory that messages arrive in, and leave from: a stage for each wire, and one for each bundle of what
+    is short."""
+    if not setup.direct or setup.world == 1:
+        return 0
+    sorts: dict[tuple[str, str], list[Bucket]] = {}
+    for bucket in setup.buckets if setup.reduces else ():
+        if bucket.codec is None:
+            sorts.setdefault((bucket.wire, bucket.landed), []).append(bucket)
+    total = sum(_short_bytes(setup, bundle) for bundle in setup.bundles)
+    for (wire, _), members in sorts.items():
+        sizes = [bucket.wire_numel for bucket in members]
+        own = setup.behind or not setup.options.shards_grads
+        most: dict[int, int] = {}
+        for turn, bucket in zip(
+            range(len(sizes)) if own else turns_of(sizes, rooms_of(sizes)), members, strict=True
+        ):
+            most[turn] = max(most.get(turn, 0), bucket.piece(setup.rank))
+        total += (setup.world - 1) * sum(most.values()) * WIDTHS[wire]
+    return total
+
+
+def _short_bytes(setup: Division, bundle: Bundle) -> int:
+    """What a gather of a bundle passes through on all ranks together: segments that do not travel alone."""
+    if setup.codes(bundle) or all(slot.split == "copy" for slot in bundle.slots):
+        return 0
+    width, total = WIDTHS[bundle.compute], 0
+    for band in Pack(bundle.slots, setup.world).bands:
+        short = [n * width for n in band.held if 0 < n * width < ALONE]
+        total += len(band) * sum(short) if len(short) > 1 else 0
+    return total
+
+
 def meeting_bytes(setup: Division) -> Buffers:
-    """What ranks that train apart keep to meet: of every parameter a wire and the mean's rows, and as state
-    the anchor and the momentum of the outer step."""
-    total = Buffers()
+    """What messages arrive in. And what ranks that train apart keep to meet: of every parameter a wire and
+    the mean's rows, and as state the anchor and the momentum of the outer step."""
+    total = Buffers(buckets=received_bytes(setup))
     for policy in choices_of(setup.options.sync):
         if isinstance(policy, Local):
             for dtype, names in (chunk for part in _chunks(setup, policy) for chunk in part):

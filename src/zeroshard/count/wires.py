@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from zeroshard.codec import Codec, Compression, LowRank, Rows
 
@@ -14,7 +15,42 @@ from .shapes import WIDTHS, Bucket, Buffers
 Sort = tuple[str, str, Compression | None]
 # Own rows of at least so many bytes stay in their gradients until they are added; see `bucket.held`.
 HELD_BYTES = 1 << 15
+ALONE = 1 << 18  # bytes; shorter segments of a gather over messages travel together
 RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+
+
+def rooms_of(sizes: Sequence[int]) -> list[int]:
+    """How large the wires of a ring are that buckets of these sizes share, the largest first. Of so many
+    neighbours as there are wires, each has one: so the first is as large as the largest bucket, the second as
+    large as the second of any such neighbours. One tensor above all others, an embedding, counts once.
+
+    >>> rooms_of([9, 4, 5, 4, 3, 4, 9])
+    [9, 5, 4]
+    """
+    count = min(RING, len(sizes))
+    windows = [sorted(sizes[i : i + count], reverse=True) for i in range(len(sizes) - count + 1)]
+    return [max(room) for room in zip(*windows, strict=True)]
+
+
+def turns_of(sizes: Sequence[int], rooms: Sequence[int]) -> list[int]:
+    """Which of the wires each bucket takes: one that is large enough and that those before and behind it do
+    not use, nor, if it can be, those beside them. What few wires are large enough for chooses first.
+
+    >>> turns_of([4, 4, 4, 4], [4, 4, 4])
+    [0, 1, 2, 0]
+    >>> turns_of([9, 4, 5, 4, 3, 4, 9], [9, 5, 4])
+    [0, 2, 1, 0, 2, 1, 0]
+    """
+    taken: dict[int, int] = {}
+    fits = [[wire for wire, room in enumerate(rooms) if size <= room] for size in sizes]
+
+    def distance(index: int, wire: int) -> int:
+        near = (d for d in range(1, RING) if wire in (taken.get(index - d), taken.get(index + d)))
+        return next(near, RING)
+
+    for index in sorted(range(len(sizes)), key=lambda index: len(fits[index])):
+        taken[index] = max(fits[index], key=partial(distance, index))
+    return [taken[index] for index in range(len(sizes))]
 
 
 def gradients_of(buckets: Sequence[Bucket], stage: int, travel: bool, rank: int, behind: bool) -> Buffers:
@@ -47,7 +83,7 @@ def _plain(members: list[Bucket], stage: int, rank: int, behind: bool) -> Buffer
     """Buckets of one pair of dtypes that travel as they are."""
     wire, dtype = members[0].wire, members[0].landed
     sizes = [bucket.wire_numel for bucket in members]
-    numel = min(RING, len(sizes)) * max(sizes) if stage > 1 and not behind else sum(sizes)
+    numel = sum(rooms_of(sizes) if stage > 1 and not behind else sizes)
     wires = numel * WIDTHS[wire]
     pieces = sum(b.piece(rank) for b in members) * WIDTHS[dtype]
     if stage == 0 and behind:
@@ -65,7 +101,7 @@ def _coded(members: list[Bucket], codec: Codec, stage: int, rank: int) -> Buffer
     wire, landed = WIDTHS[members[0].wire], WIDTHS[members[0].landed]
     sizes = [wire_bytes(codec, bucket.pack, wire) for bucket in members]
     total += Buffers(
-        buckets=min(RING, len(sizes)) * max(sizes),
+        buckets=sum(rooms_of(sizes)),
         state=sum(codec.state_bytes(bucket.wire_numel) for bucket in members),
     )
     for bucket in members:
@@ -87,7 +123,7 @@ def _rows(members: list[Bucket], stage: int, rank: int) -> Buffers:
     wire, landed = WIDTHS[members[0].wire], WIDTHS[members[0].landed]
     slots = [bucket.slots[0] for bucket in members]
     sizes = [sum(rows_bytes(slot, r, wire) for r in range(slot.world)) for slot in slots]
-    total = Buffers(buckets=min(RING, len(sizes)) * max(sizes))
+    total = Buffers(buckets=sum(rooms_of(sizes)))
     for bucket, slot in zip(members, slots, strict=True):
         pieces = bucket.piece(rank) * landed
         if stage > 0:

@@ -137,8 +137,10 @@ class Bundle:
         self.rows = None if self.resident else store
         kind: Kind = "host" if store.device != device or self.rests.rows == "host" else "parameters"
         ledger.book(kind, store.nbytes)
-        if self.region is not None and not self.resident:
-            ledger.book(kind, self.transport.cache(self.region, self.pack.cuts_of_pieces))
+        if self.region is not None:
+            cuts = self.pack.cuts_of_full if self.resident else self.pack.cuts_of_pieces
+            ledger.book("buckets", self.transport.expect(self.key, self.region, cuts))
+            ledger.book(kind, 0 if self.resident else self.transport.cache(self.region, cuts))
         # Rows that rest off the device are a copy of a master on it; so are those that were decoded.
         copied = self.rests.rows != "device" or (self.coded is not None and self.resident)
         own_master = self.master_dtype != self.dtype or copied
@@ -352,6 +354,13 @@ class Bundle:
             targets = Targets(self.pack, buffer, own)
             cached = self._views[buffer.data_ptr()] = (self.full_views(buffer), targets)
         return cached
+
+    def forget(self, gone: set[int]) -> None:
+        """Buffers of the pool that were at these addresses are no more: keep no views of them."""
+        self._views = {at: views for at, views in self._views.items() if at not in gone}
+        region = self.coded.region if self.coded is not None else self.region
+        if region is not None:
+            self.transport.forget(region)
 
     # ------------------------------------------------------------------ what autograd saves
 

@@ -156,14 +156,15 @@ def check_asked(wanted: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a model is to run. `overlaps`, `staged`: as the transport's; `one_memory`: device and host tier
-    are the same memory, as on the CPU."""
+    """Where a model is to run. `overlaps`, `staged`, `direct`: as the transport's; `one_memory`: device and
+    host tier are the same memory, as on the CPU."""
 
     ranks: int
     machine: Machine
     overlaps: bool = True
     staged: bool = True
     one_memory: bool = False
+    direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,7 @@ def inquiry_for(
         micro_batches=wanted.get("micro_batches", 1),
         overlaps=site.overlaps,
         staged=site.staged,
+        direct=site.direct,
         shared=site.one_memory and "memory_limit_per_node" in wanted,
         by_node="memory_limit_per_node" in wanted,
         narrows=takes(model, Precision()),

@@ -122,7 +122,7 @@ def _agreed(
     told: Any = None
     if transport.rank == 0:
         on_cpu = transport.device.type == "cpu"
-        site = Site(transport.size, found, transport.overlaps, transport.staged, on_cpu)
+        site = Site(transport.size, found, transport.overlaps, transport.staged, on_cpu, transport.direct)
         try:
             asked_of = inquiry_for(model, optimizers, asked, options, wish.given, site)
             told = {"plan": asked_of.plan().to_json()}
@@ -147,7 +147,15 @@ def _lasting(
     rules = rules_of(optimizers)
     world, rank = transport.size, transport.rank
     setup = Setup(
-        units, options, world, rules, rank, transport.overlaps, transport.staged, visits=plan.visits
+        units,
+        options,
+        world,
+        rules,
+        rank,
+        transport.overlaps,
+        transport.staged,
+        transport.direct,
+        visits=plan.visits,
     )
     placement = plan.chosen.placement
     return asdict((setup if placement is None else setup.placed_as(placement)).held)

@@ -69,6 +69,7 @@ class Question:
     free: frozenset[str] = frozenset(("prefetch", "bucket_bytes", "split"))
     overlaps: bool = True
     staged: bool = False
+    direct: bool = False
     shared: bool = False
     by_node: bool = False  # whether the limit was given as that of a node
     half: Half | None = None  # of the batch, where it can be halved
@@ -141,6 +142,7 @@ class Question:
                     self.rules,
                     overlaps=self.overlaps,
                     staged=self.staged,
+                    direct=self.direct,
                     visits=self.visits,
                 )
                 kin = self.setups[alike, self.world] = heaviest(made)

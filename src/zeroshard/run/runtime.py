@@ -382,6 +382,7 @@ class Runtime:
     @contextmanager
     def kept_full(self) -> Iterator[None]:
         """Gather every unit once and release none until the end: see `Run.kept_full`."""
+        before = self.pool.known
         self._wake()
         self._keep_full = True
         try:
@@ -392,6 +393,9 @@ class Runtime:
             self._keep_full = False
             for unit in (unit for unit in self.units if unit.depth == 0):
                 unit.release()
+            if gone := self.pool.drop(before):
+                for bundle in self.bundles:
+                    bundle.forget(gone)
 
     def adopt_parts(self, parts: list[Part]) -> None:
         unit_of = {id(p): unit for unit in self.units for p in unit.params}

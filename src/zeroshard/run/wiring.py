@@ -12,7 +12,7 @@ from zeroshard.comm import Region, Transport
 from zeroshard.config import Options
 from zeroshard.count.coding import rows_spans, wire_bytes
 from zeroshard.count.layout import ALIGN, FlatPack, Pack, buckets, stretches
-from zeroshard.count.wires import RING
+from zeroshard.count.wires import rooms_of, turns_of
 from zeroshard.life.bucket import Bucket, CodedBucket, Desk, LowRankBucket, RowsBucket, WholeBucket
 from zeroshard.life.shard import Param
 from zeroshard.routes import bucket_limit, codec_for
@@ -89,32 +89,42 @@ class Wiring:
         return kind(slots, self.transport.size, flags=True, align=self.align)
 
     def _wires(self, packs: list[Pack], sort: Sort) -> Sequence[Region | None]:
-        """A wire per bucket: its own up to stage 1, where the whole gradient stays; a place in a ring of
-        few from stage 2 on. A coded gradient stays on its wire at no stage; factors have wires of their
-        own."""
+        """A wire per bucket: its own up to stage 1, where the whole gradient stays; from stage 2 on a few
+        take turns. A coded gradient stays on its wire at no stage; factors have wires of their own."""
         codec, key = sort.codec, f"gradients {sort.wire}"
         if isinstance(codec, LowRank):
             return [None] * len(packs)
         if codec is None:
             keeps = self.delays or not self.options.shards_grads
-            ring = self._ring(key, [pack.wire for pack in packs], sort.wire, keeps)
+            wires = self._ring(key, [pack.wire for pack in packs], sort.wire, keeps)
         elif isinstance(codec, Codec):
             sizes = [wire_bytes(codec, pack, sort.wire.itemsize) for pack in packs]
-            ring = self._ring(f"{key} {codec!r}", sizes, torch.uint8, self.delays)
+            wires = self._ring(f"{key} {codec!r}", sizes, torch.uint8, self.delays)
         else:
             spans = [rows_spans(pack.slots[0], sort.wire.itemsize) for pack in packs]
             sizes = [sum(length for _, length in each) for each in spans]
-            ring = self._ring(f"{key} {codec!r}", sizes, torch.uint8, self.delays)
-        stage, near = self.options.stage, ring[0].mine.device == self.device
+            wires = self._ring(f"{key} {codec!r}", sizes, torch.uint8, self.delays)
+        stage, near = self.options.stage, wires[0].mine.device == self.device
         in_place = sort.wire == sort.landed and near and not self.delays
         shown = codec is None and (stage == 1 or (stage == 0 and in_place))
         kind: Kind = "gradients" if shown else "buckets"
-        self.ledger.book(kind, sum(region.mine.nbytes for region in ring))
-        return [ring[i % len(ring)] for i in range(len(packs))]
+        self.ledger.book(kind, sum(region.mine.nbytes for region in dict.fromkeys(wires)))
+        if codec is None:
+            self._receive(wires, packs)
+        return wires
+
+    def _receive(self, wires: list[Region], packs: list[Pack]) -> None:
+        """Make room for what peers send."""
+        most: dict[Region, int] = {}
+        for wire, pack in zip(wires, packs, strict=True):
+            most[wire] = max(most.get(wire, 0), pack.pieces[self.transport.rank])
+        self.ledger.book("buckets", sum(self.transport.receive(*one) for one in most.items()))
 
     def _ring(self, key: str, sizes: list[int], dtype: torch.dtype, keeps: bool) -> list[Region]:
-        rooms = sizes if keeps else [max(sizes)] * min(RING, len(sizes))
-        return [self.transport.allocate(f"{key} {i}", room, dtype) for i, room in enumerate(rooms)]
+        """The wire of each bucket; see `rooms_of`. `keeps`: every one has its own."""
+        rooms = sizes if keeps else rooms_of(sizes)
+        wires = [self.transport.allocate(f"{key} {i}", room, dtype) for i, room in enumerate(rooms)]
+        return wires if keeps else [wires[turn] for turn in turns_of(sizes, rooms)]
 
     def _lay_desk(self, made: list[_Made]) -> None:
         """Memory that the coded buckets share, as large as the largest needs."""

@@ -7,7 +7,7 @@ changing sizes fragment. The sizes that a run needs are few and known, so nothin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -83,8 +83,21 @@ class Pool:
         del self.lent[buffer.data_ptr()]
         self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
-    def drop(self) -> None:
-        """Let the idle buffers go."""
-        for (numel, dtype), idle in self._idle.items():
-            self._ledger.book("gathered", -len(idle) * numel * dtype.itemsize)
-        self._idle.clear()
+    @property
+    def known(self) -> set[int]:
+        """Addresses of all buffers."""
+        return {buffer.data_ptr() for idle in self._idle.values() for buffer in idle} | self.lent.keys()
+
+    def drop(self, but: Collection[int] = ()) -> set[int]:
+        """Let the idle buffers go, `but` those at these addresses. Returns the addresses of what went:
+        whoever keeps views of it must let them go, too."""
+        before = self.known
+        for key, idle in self._idle.items():
+            kept = [buffer for buffer in idle if buffer.data_ptr() in but]
+            self._ledger.book("gathered", sum(map(_nbytes, kept)) - sum(map(_nbytes, idle)))
+            self._idle[key] = kept
+        return before - self.known
+
+
+def _nbytes(buffer: Tensor) -> int:
+    return buffer.nbytes
