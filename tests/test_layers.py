@@ -86,7 +86,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("agree", "whole", "norm", "scaling", "state", "loading", "written", "late", "again"),
+        ("agree", "whole", "norm", "scaling", "state", "loading", "written", "changes", "late", "again"),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),

@@ -108,5 +108,8 @@ class _Composed:
     def pack(self, tensor: Tensor) -> Any:
         bundle = self.ours.home_of(tensor)
         if bundle is not None:
-            return self.ours.take(bundle, tensor)
+            saved = self.ours.take(bundle, tensor)
+            # Of what another's hooks save torch does not ask whether it has changed since, and a checkpoint
+            # computes again with the weights as they are.
+            return saved._replace(version=None) if isinstance(saved, Saved) else saved
         return _Foreign(self._unpack, self._pack(tensor))
