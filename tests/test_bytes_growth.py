@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -12,6 +13,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.testing import ranks, tensor_bytes
@@ -78,6 +80,64 @@ def many_steps(stage: int, transport: str, steps: int) -> tuple[dict[str, int], 
     return before, after
 
 
+class Activations(nn.Module):
+    """Functions that save what they give, and one that saves what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu_(torch.tanh(self.first(x)) - 0.1)
+        return self.norm(self.second(x).softmax(-1).exp())
+
+
+class Failing(nn.Module):
+    """Fails in its last block, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Activations() for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.fails and number == 1:
+                raise ValueError("told to")
+        return x.square().mean()
+
+
+def forwards_alone(stage: int, how: str, times: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Forwards that no backward follows: their graphs are dropped, or an error ends them."""
+    torch.manual_seed(0)
+    model = Failing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    run = zs.shard(model, optimizer, stage=stage)
+    batch = torch.randn(256, 64)
+
+    def alone() -> None:
+        model.fails = how == "failing"
+        with contextlib.suppress(ValueError):
+            model(batch)
+        model.fails = False
+
+    def train() -> None:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def turns(number: int) -> dict[str, int]:
+        _repeat(alone, number)
+        _repeat(train, 2)
+        return counts()
+
+    turns(5)
+    found = turns(5), turns(times)
+    run.close()
+    return found
+
+
 def _repeat(what: Callable[[], None], times: int) -> None:
     for _ in range(times):
         what()
@@ -91,4 +151,15 @@ def test_no_growth(stage: int, transport: str) -> None:
         # step would be 500 tensors, and more than 2 MB.
         assert growth.pop("resident") < 1 << 20
         assert growth.pop("other maps") <= 2, "an arena of an allocator's, but not a mapping a step"
+        assert growth == dict.fromkeys(growth, 0)
+
+
+@pytest.mark.parametrize("how", ["dropped", "failing"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_forward_without_a_backward_leaves_nothing(stage: int, how: str) -> None:
+    for before, after in ranks(2).run(forwards_alone, stage, how, 40, timeout=120.0):
+        growth = {key: after[key] - before[key] for key in before}
+        # One activation a forward would be 2.5 MB.
+        assert growth.pop("resident") < 2 << 20
+        assert growth.pop("other maps") <= 2
         assert growth == dict.fromkeys(growth, 0)

@@ -86,7 +86,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("promise",),
     ),
     "run": (
-        ("steps", "agree", "whole", "norm", "scaling", "state", "loading", "written", "late", "again"),
+        (
+            *("steps", "agree", "whole", "norm", "scaling", "state", "loading"),
+            *("written", "changes", "late", "again"),
+        ),
         ("live",),
         ("supply", "wiring"),
         ("runtime",),

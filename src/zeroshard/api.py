@@ -268,7 +268,7 @@ class Run(Kept):
         if runtime.pace.untimely() is not None:
             runtime.before_change()
             runtime.pace.meet()
-            runtime.changed()
+            runtime.changed(runtime.params)
 
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -310,7 +310,7 @@ class Run(Kept):
             start, stop = param.slot.rows(self.rank)
             value = whole[param.name].data
             param.write_master(value[start:stop] if param.slot.shape else value)
-        runtime.changed()
+        runtime.changed(params)
 
     @contextmanager
     def kept_full(self) -> Iterator[None]:

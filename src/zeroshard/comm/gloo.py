@@ -78,7 +78,7 @@ class GlooTransport(AddingTransport):
         self._link.tag(LETTERS, 0)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._lanes_used = 0
-        self._updates = 0
+        self._turns = 0
         self._lanes_free: list[int] = []
         self._pending: dict[Region, list[_Move]] = {}
         self._sends: dict[Region, list[Job]] = {}
@@ -168,10 +168,8 @@ class GlooTransport(AddingTransport):
         return move
 
     def _turn(self, kind: str, key: str, wire: Region) -> tuple[str, str]:
-        """Label and lane of what is sent now. Lanes take turns with updates, so that what ranks send in
-        different steps cannot meet: with whole states nothing else would tell them apart."""
-        lane = f"reduce {wire.lane} {self._updates % TURNS}"
-        return f"its {kind} [{key}], turn {self._updates}", lane
+        """Label and lane. What ranks send in different steps must not meet: at stage 0 nobody else tells."""
+        return f"its {kind} [{key}], turn {self._turns}", f"reduce {wire.lane} {self._turns % TURNS}"
 
     def deal(
         self,
@@ -292,7 +290,7 @@ class GlooTransport(AddingTransport):
         return None
 
     def fence(self) -> None:
-        self._updates += 1
+        self._turns += 1
         with self.counters.waiting("fence"):
             # Wires have `fill`: a reduction may take longer than the step that started it.
             for region in [region for region in self._sends if "source" in region.state]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import StateError
+from zeroshard.life.shard import Param
 
 from .crew import Crew
 from .due import Job
@@ -194,6 +195,12 @@ class HostUpdates:
     def pending(self) -> bool:
         """Whether a backward has been that no step has followed."""
         return any(part.flat is not None or part.taken is not None for part in self.parts)
+
+    @property
+    def begun(self) -> list[Param]:
+        """Those that the updates of that backward change."""
+        waiting = [part for part in self.parts if part.flat is not None or part.taken is not None]
+        return [p for part in waiting for p, used in zip(part.params, part.used, strict=True) if used]
 
     def discard(self, parts: Sequence[Part]) -> None:
         """The gradient of the last backward is not wanted after all: take back what was done with it."""

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import optimizer
@@ -127,7 +128,7 @@ class Face(DTensor):
                 "run.gathered(write=True):`."
             )
         with torch.no_grad():
-            self.detach().copy_(value)
+            self.data.copy_(value)  # as for torch, no write that autograd is told of
 
     @property
     def requires_grad(self) -> bool:
@@ -200,6 +201,8 @@ class Face(DTensor):
         if func._schema.is_mutable:
             for writes, face in _homes(args[:1]):
                 writes.coming(face._local_tensor)
+                if type(args[0]) is list:
+                    increment_version(face)  # torch counts what is done to lists of its own tensors only
         if not func.is_view:
             for writes, _ in _homes(args):
                 writes.read()

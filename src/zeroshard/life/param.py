@@ -18,6 +18,7 @@ NaN of the right shape, so that a use at a wrong moment is visible instead of si
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +30,7 @@ from torch import Tensor
 from zeroshard.codec import Codec, Delta
 from zeroshard.comm import Fetch, Region, Targets, Transport, Work
 from zeroshard.count.layout import Pack
+from zeroshard.errors import StateError
 from zeroshard.tier import Copies, Mark, Streaming, Stretch, pinned
 from zeroshard.tier.pool import Kind, Ledger, Pool
 
@@ -46,13 +48,15 @@ class Residence(Enum):
 
 class Saved(NamedTuple):
     """What stands for a saved tensor that lives in a bundle's buffer. `place`: it is that parameter's leaf
-    itself."""
+    itself. `param`: whose memory it is, and `version` that one's count of changes, if it counts."""
 
     bundle: Bundle
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
     place: int | None
+    param: Param
+    version: int | None
 
 
 @dataclass(frozen=True)
@@ -369,12 +373,17 @@ class Bundle:
         backward]."""
         if len(self._index) != len(self.params):
             self._index = {id(param.leaf): index for index, param in enumerate(self.params)}
-        index = self._index.get(id(tensor))
-        return Saved(self, int(tensor.storage_offset()), tensor.size(), tensor.stride(), index)
+        index, offset = self._index.get(id(tensor)), int(tensor.storage_offset())
+        param = self.params[bisect(self.pack.full_offsets, offset) - 1 if index is None else index]
+        version = param.leaf._version
+        known = version if tensor._version == version else None
+        return Saved(self, offset, tensor.size(), tensor.stride(), index, param, known)
 
     def restore(self, saved: Saved) -> Tensor:
         assert self.full is not None
         assert self.residence is Residence.FULL
+        if saved.version is not None and saved.version != saved.param.leaf._version:
+            raise _changed_since(saved.param.name)
         # A backward that builds a graph (a gradient penalty) saves what it computes with, without our hooks:
         # it gets a copy that outlives the buffer. Autograd ties the copy to the leaf.
         builds_graph = torch.is_grad_enabled()
@@ -383,6 +392,14 @@ class Bundle:
         with torch.no_grad():
             view = torch.as_strided(self.full, saved.size, saved.stride, saved.offset)
             return view.clone() if builds_graph else view
+
+
+def _changed_since(name: str) -> StateError:
+    return StateError(
+        f"`{name}` has been modified by an inplace operation: optimizer.step(), or the loop by hand, has "
+        "changed it after the forward that this backward belongs to, and its gradients would be wrong. Step "
+        "after the backward, or call the model again before it."
+    )
 
 
 @dataclass(frozen=True)

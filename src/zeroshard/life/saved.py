@@ -61,7 +61,11 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Any:
         bundle = self.home_of(tensor)
-        return (tensor, tensor._version) if bundle is None else self.take(bundle, tensor)
+        if bundle is not None:
+            return self.take(bundle, tensor)
+        # What a node saves of its own output must not lead back to it: Python cannot see that cycle, and
+        # a graph that no backward follows would never go. Autograd ties what it unpacks to the graph itself.
+        return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
     @staticmethod
     def take(bundle: Bundle, tensor: Tensor) -> Saved | Tensor:
@@ -104,5 +108,8 @@ class _Composed:
     def pack(self, tensor: Tensor) -> Any:
         bundle = self.ours.home_of(tensor)
         if bundle is not None:
-            return self.ours.take(bundle, tensor)
+            saved = self.ours.take(bundle, tensor)
+            # Of what another's hooks save torch does not ask whether it has changed since, and a checkpoint
+            # computes again with the weights as they are.
+            return saved._replace(version=None) if isinstance(saved, Saved) else saved
         return _Foreign(self._unpack, self._pack(tensor))

@@ -122,6 +122,7 @@ class Param:
         self.original = tenant.parameter
         self.slot, self.leaf, self.local, self.home = slot, leaf, local, home
         self.master: Master | None = None  # where `local` is not the master itself
+        self.one_count = False  # home and leaf are the same memory, and share torch's count of writes
         self.wide = local.dtype  # of masters in this run; with offload what no optimizer has is kept narrower
 
     @property

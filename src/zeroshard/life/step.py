@@ -106,6 +106,7 @@ class Update:
         self._shown: dict[int, tuple[Tensor, Tensor]] = {}
         # By group: its homes, their gradients and proxies when all were known.
         self._known: dict[int, tuple[list[Tensor], list[Tensor | None], list[Tensor]]] = {}
+        self.alike = False  # the last step was of the homes and gradients of the one before it
         self.meet(params)
         self._linked: tuple[Any, list[Any]] = (None, [])  # a state and its dicts: what `_inner` was made of
         self._inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -174,10 +175,12 @@ class Update:
         if self.held is not None:
             self.held.hold()
         groups = self.optimizer.param_groups
+        self.alike = False
         if not self._needs_proxies():
             with self._as_they_are():
                 self._step_known([group["params"] for group in groups], step)
             return
+        self.alike = True
         known = [self._known_proxies(number, group["params"]) for number, group in enumerate(groups)]
         if all(proxies is not None for proxies in known):
             with self._as_proxies():
@@ -230,6 +233,7 @@ class Update:
         before, had, proxies = self._known.get(number, ([], [], []))
         if len(homes) == len(before) and all(map(is_, homes, before)) and all(map(is_, grads, had)):
             return list(proxies)
+        self.alike = False
         result = []
         for home, grad in zip(homes, grads, strict=True):
             if grad is not None:

@@ -37,7 +37,7 @@ from zeroshard.sync import AdaptivePace, DelayedGradients, DelayedLocalGradients
 from zeroshard.tier import Copies
 from zeroshard.tier.pool import Ledger, Pool
 
-from .live import LiveUnit, leaf_of
+from .live import LiveUnit, leaf_of, share_count
 from .runtime import Runtime
 from .state import renew_state
 from .wiring import Wiring, sort_of
@@ -228,6 +228,8 @@ class Builder:
             bundle.params.append(Param(tenant, slot, leaf, local[index], home))
             bundle.params[-1].master = masters.get(tenant.name)
             bundle.params[-1].wide = bundle.master_dtype
+            if rests.state == "device" and not rests.splits:  # else it is not torch alone that writes it
+                share_count(bundle.params[-1])
             fresh.done(tenant)
         return bundle
 

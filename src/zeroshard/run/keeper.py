@@ -72,7 +72,7 @@ class Keeper:
         try:
             loaded = load(path, Snapshot(targets.held), peers, strict)
         finally:
-            runtime.changed()
+            runtime.changed(runtime.params)
         return adopt(runtime, self.model, targets, loaded, company)
 
     def newest(self, folder: Path) -> str | None:

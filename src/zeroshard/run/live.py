@@ -18,6 +18,7 @@ from zeroshard.host.part import Part
 from zeroshard.life.face import Face
 from zeroshard.life.param import Bundle
 from zeroshard.life.shard import Faces, Param
+from zeroshard.life.step import Update
 from zeroshard.life.units import Unit
 
 from .written import inside_forward
@@ -60,7 +61,7 @@ class LiveUnit:
         self._leaf_places = list(map(_place, self._leaves))
         copied = [b for b in self.bundles if not b.resident or b.refreshes or b.region is not None]
         self._lost = [p.leaf for b in copied for p in b.params]
-        self._versions = list(map(_version, self._lost))
+        self._versions: list[int] = []  # when the forward began
         self.parts: list[Part] = []  # updates on the host that its weights wait for
 
     @property
@@ -109,6 +110,7 @@ class LiveUnit:
     def begin(self) -> None:
         """It is whole, and a forward is about to compute with it."""
         self.stand_leaves()
+        self._versions = list(map(_version, self._lost))  # a step counts as a write, too; see `changes`
         if self.sharded:
             self._leaf_places = list(map(_place, self._leaves))
 
@@ -120,7 +122,6 @@ class LiveUnit:
             return inside_forward(f"a parameter of {self.label}")
         if self._lost:
             versions, before = list(map(_version, self._lost)), self._versions
-            self._versions = versions
             if versions != before:
                 written = [now != old for now, old in zip(versions, before, strict=True)].index(True)
                 return inside_forward(f"`{self._name_of(self._lost[written])}`")
@@ -259,10 +260,28 @@ def _seats(params: Sequence[Param]) -> list[tuple[Seats, Seats, Seats]]:
     return list(found.values())
 
 
+def drop_accumulated(params: Sequence[Param], others: Sequence[Update]) -> bool:
+    """Drop what was accumulated without synchronisation, but for parameters that `others` update. Whether
+    anything is left."""
+    for param in params:
+        if not any(id(param.home) in update.params for update in others):
+            param.leaf.grad = None
+    return any(param.leaf.grad is not None for param in params)
+
+
 def leaf_of(view: Tensor, trainable: bool) -> nn.Parameter:
     """A leaf over a bundle's memory. Through `.data`, so that refilling the buffer does not count as
     changing the leaf in place."""
     return nn.Parameter(view.data, requires_grad=trainable)
+
+
+def share_count(param: Param) -> None:
+    """Let a plain home that is its leaf's own memory have one count of writes with it: see `changes`."""
+    home, leaf = param.home, param.leaf
+    both = [(t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in (home, leaf)]
+    if type(home) is nn.Parameter and both[0] == both[1]:
+        param.leaf = nn.Parameter(home.detach(), requires_grad=leaf.requires_grad)
+        param.one_count = True
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

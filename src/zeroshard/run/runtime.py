@@ -13,7 +13,7 @@ the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,7 +41,8 @@ from zeroshard.life.step import Update, tell_of_no_gradient
 from zeroshard.sync import Pace
 from zeroshard.tier.pool import Ledger, Pool
 
-from .live import Caller, LiveUnit, after_close, wants_all
+from .changes import Changes
+from .live import Caller, LiveUnit, after_close, drop_accumulated, wants_all
 from .norm import Clipping
 from .steps import Steps
 from .supply import Supply
@@ -154,6 +155,7 @@ class Runtime:
         if self.closed:
             raise StateError("this run is closed; call zs.shard() again to train on.")
         self._abandon()
+        self.changes.look()
         if self._task is None and not self._ahead:
             self._refuse_pending()
             self.notice()
@@ -202,6 +204,7 @@ class Runtime:
             return
         self._task, self._nested, self._stray = task, False, False
         Variable._execution_engine.queue_callback(self.end_backward)
+        self.changes.look()
         if self._host_updates is not None:
             self._host_updates.await_unasked()
         for unit in (unit for unit in self.units if unit.depth == 0):
@@ -305,7 +308,7 @@ class Runtime:
             self._reached = True
             tell_of_no_gradient(self.params, self.transport.rank)
         self.notice()
-        with span("step"):
+        with span("step"), self.changes.in_step(update, self._host_updates):
             if not self.pace.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
             self.before_change(in_step=True)
@@ -324,8 +327,9 @@ class Runtime:
         """Whether the host is at a step whose backward has yet to end; [Note: a step ahead] in `updates`."""
         return self.pace.begun and self.clipping.settled
 
-    def changed(self) -> None:
-        """Homes were written by someone else than the optimizer."""
+    def changed(self, params: Sequence[Param] = ()) -> None:
+        """Homes were written by someone else than the optimizer; those of `params` past themselves."""
+        self.changes.of(params)
         self.written.note()
         self.supply.changed()
         self.pace.rewritten()
@@ -362,13 +366,8 @@ class Runtime:
             self.pace.turn()
             self.supply.stale = True
         if self.unsynced:
-            elsewhere = [
-                u.params for u in self.updates if u.optimizer is not optimizer and optimizer is not None
-            ]
-            for param in self.params:
-                if not any(id(param.home) in others for others in elsewhere):
-                    param.leaf.grad = None
-            self.unsynced = any(param.leaf.grad is not None for param in self.params)
+            others = [u for u in self.updates if u.optimizer is not optimizer and optimizer is not None]
+            self.unsynced = drop_accumulated(self.params, others)
 
     # ------------------------------------------------------------------ whole tensors
 
@@ -445,4 +444,5 @@ class Runtime:
         self.supply.adopt(self.bundles)
         copied = [param for bundle in self.bundles if bundle.refreshes for param in bundle.params]
         self.written = Written(self.faces, self.params, copied)
+        self.changes = Changes(self.params, self.faces.writes)
         attach(self.faces.writes, self)
