@@ -72,6 +72,8 @@ def step_after(stage: int, closes: bool, options: dict[str, Any]) -> list[Tensor
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("options", [{}, {"transport": "gloo", "precision": "bf16"}, {"split": "whole"}])
 def test_a_step_after_close_is_the_one_before_it(stage: int, options: dict[str, Any]) -> None:
+    if stage == 0:
+        options = {name: value for name, value in options.items() if name != "split"}  # nothing is divided
     want = ranks(2).run(step_after, stage, False, options)
     for found in ranks(2).run(step_after, stage, True, options):
         torch.testing.assert_close(found, want[0], rtol=1e-6, atol=1e-7)

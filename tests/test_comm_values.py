@@ -103,12 +103,12 @@ def test_reduce_over_nodes_adds_node_by_node(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("kind", "size"), [*SIZES, ("nodes", 4)])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "alone"), [(torch.bfloat16, passage._ALONE), (torch.bfloat16, 8), (torch.float32, 8)]
+    ("dtype", "alone"), [(torch.bfloat16, passage.ALONE), (torch.bfloat16, 8), (torch.float32, 8)]
 )
 def test_gather_brings_every_segment(
     kind: str, size: int, own: bool, dtype: torch.dtype, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passage, "_ALONE", alone)  # segments of so many bytes travel by themselves
+    monkeypatch.setattr(passage, "ALONE", alone)  # segments of so many bytes travel by themselves
     # Rank r has 3 * r + 2 elements in up to three segments with gaps; the last rank of several has none.
     cuts = [[(0, 2)], [(1, 2), (4, 0), (3, 1)], [(2, 6), (0, 2)], []][:size]
 

@@ -144,8 +144,8 @@ def test_clipping_of_gradients_in_fp16(precision: zs.Precision, optimizer: str) 
     for stage in STAGES:
         trained = on_ranks(2, recipe, stage=stage, precision=precision, clip_norm=0.2)
         assert trained[0].stats is not None
-        assert trained[0].stats.norm == pytest.approx(by_hand.norms[-1], rel=1e-5)
-        assert_losses(mean_losses(trained), by_hand.losses, 1e-5)
+        assert trained[0].stats.norm == pytest.approx(by_hand.norms[-1], rel=1e-4)
+        assert_losses(mean_losses(trained), by_hand.losses, 1e-4)
         if stage > 0:
             assert_same_bits(trained[0].weights, first.weights)
 

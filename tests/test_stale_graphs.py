@@ -19,6 +19,7 @@ from zeroshard.testing import ranks
 
 WORDS = "modified by an inplace operation"
 STAGES = (0, 1, 2, 3)
+TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # what is done to its DTensors
 WIDTH = 6
 
 
@@ -260,6 +261,8 @@ def found(world: int, bf16: bool) -> list[dict[tuple[int, str], Told]]:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ranks)])
 @pytest.mark.parametrize("how", LOOPS, ids=lambda how: how.__name__)
 def test_refused_where_plain_torch_refuses(how: Callable[[Loop], None], world: int, bf16: bool) -> None:
+    if how is list_by_hand and world > 1 and not TELLS:
+        pytest.skip("this torch does not count what is done to lists of DTensors, nor tells of it")
     expected = told(how, Loop(range(world), False, None))
     refused = how in (by_step, by_another_step, by_hand, list_by_hand, by_loading, gan_slip)
     assert isinstance(expected, str) is refused
