@@ -98,7 +98,8 @@ CASES = [
     *[({"stage": stage}, 2, 4, 3, no_sync) for stage in (0, 1, 2, 3) for no_sync in (False, True)],
     ({"stage": 3, "recompute": True}, 2, 4, 1, False),
     ({"stage": 3, "transport": "gloo"}, 2, 4, 1, False),
-    ({"stage": 2, "transport": "gloo", "prefetch": 3}, 4, 4, 1, False),
+    ({"stage": 3, "transport": "gloo", "prefetch": 3}, 4, 4, 1, False),
+    ({"stage": 2, "transport": "gloo"}, 4, 4, 1, False),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -189,6 +190,11 @@ def killed(rank: int, path: str, report: Report) -> None:
     os._exit(0)
 
 
+def without_places(text: str) -> str:
+    """A message without where in the program each wait was called."""
+    return re.sub(r" \(called at [^)]*\)", "", text)
+
+
 def test_a_killed_rank_ends_its_peers() -> None:
     ranks = Ranks(3, killed)
     found = ranks.reports(60)
@@ -203,7 +209,7 @@ def test_a_killed_rank_ends_its_peers() -> None:
         assert shm.endswith("waited for its gradients [bucket 0]")
         assert gloo.startswith(f"rank 1 (pid {pid} on ")
         assert "ended or was killed while rank " in gloo
-        assert gloo.endswith("waited for its gradients [bucket 0]")
+        assert without_places(gloo).endswith("waited for its gradients [bucket 0]")
         assert max(shm_time, gloo_time) < 15
 
 
@@ -270,7 +276,7 @@ def test_waits_outside_of_a_transport_are_seen(kind: str) -> None:
     found = ranks.reports(90)
     assert ranks.join(20) == [0, 0]
     text, seconds, _ = found[0]
-    assert "rank 0 waits for barrier 'after the step'; rank 1 waits for " in text
+    assert "rank 0 waits for barrier 'after the step'; rank 1 waits for " in without_places(text)
     assert seconds < 15
     if kind == "shm":
         assert "torch.distributed.all_reduce (called at test_comm_processes.py:" in text
@@ -286,9 +292,8 @@ def test_ranks_at_different_places_end_together() -> None:
     assert ranks.join(20) == [0, 0]
     for rank in range(2):
         for text, seconds in found[rank]:
-            assert (
-                "rank 0 waits for barrier 'after the step'; rank 1 waits for its gradients [bucket 0]" in text
-            )
+            said = "rank 0 waits for barrier 'after the step'; rank 1 waits for its gradients [bucket 0]"
+            assert said in without_places(text)
             assert 1.0 <= seconds < 15
     assert found[0][0][0] == found[1][0][0]
     assert found[0][1][0] == found[1][1][0]

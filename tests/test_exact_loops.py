@@ -240,7 +240,7 @@ def test_twice_the_same(stage: int) -> None:
 def test_options_that_must_not_change_a_bit(options: dict[str, object]) -> None:
     recipe = Recipe(steps=6, accumulate=2)
     by_hand = rank_by_rank_once(recipe, 2)
-    for stage in (1, 2, 3):
+    for stage in (3,) if "prefetch" in options else (1, 2, 3):
         assert_same_bits(on_ranks(2, recipe, stage=stage, **options)[0].weights, by_hand.weights)
 
 

@@ -70,7 +70,7 @@ def nested_state(stage: int, folder: Path) -> list[str]:
     """What is said of it, before anything is done; without it the run is saved and closed as ever."""
     model = Stack()
     optimizer = Remembers(model.parameters(), lr=0.1)
-    run = zs.shard(model, optimizer, stage=stage, split="rows")
+    run = zs.shard(model, optimizer, stage=stage, **({"split": "rows"} if stage else {}))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     said = []

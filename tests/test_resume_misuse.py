@@ -126,6 +126,7 @@ def test_accumulation_in_progress_is_refused(tmp_path: Path) -> None:
         model(torch.ones(8, 4)).backward()
     with pytest.raises(zs.StateError, match="cannot load now"):
         run.load(tmp_path / "now")
+    optimizer.zero_grad()
     run.close()
 
 

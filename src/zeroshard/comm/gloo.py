@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["GlooTransport"]
 
 _PASSAGES = 4  # of one key that are kept
-TURNS = 4  # lanes of a wire, one for each of so many updates; see `_turn`
+TURNS = 4  # lanes of a wire for sums, one for each of so many updates
 _PARTING = 10.0  # seconds that a rank stays for peers that have yet to take what it sent
 
 _UNREAD = 0xFF
@@ -101,9 +101,9 @@ class GlooTransport(AddingTransport):
                 f"ranks allocate different regions as '{key}': {told} (dtype and lane in rank order). "
                 "Every rank must build the same model; check code that depends on the rank."
             )
-        for turn in range(TURNS):
-            self._link.tag(f"reduce {lane} {turn}", (TURNS + 1) * lane + turn)
-        self._link.tag(f"gather {lane}", (TURNS + 1) * lane + TURNS)
+        names = [f"deal {lane}", f"gather {lane}", *(f"reduce {lane} {turn}" for turn in range(TURNS))]
+        for number, name in enumerate(names):
+            self._link.tag(name, len(names) * lane + number)
         return Region(key, memory, lane)
 
     def free(self, region: Region) -> None:
@@ -137,7 +137,8 @@ class GlooTransport(AddingTransport):
         out: torch.Tensor,
         scale: float,
     ) -> Work:
-        return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale, add)
+        # What ranks send in different steps must not meet: at stage 0 nobody else would tell.
+        return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale, add, self._turns)
 
     def reduce_from(
         self,
@@ -148,6 +149,7 @@ class GlooTransport(AddingTransport):
         out: torch.Tensor,
         scale: float,
         add: Add = sum_pieces,
+        turn: int = 0,
     ) -> Work:
         """As `reduce`, with the pieces in any places of the wire: `offered[r]` is the one for rank r."""
         # Several buckets take turns on one wire, and so on its stage: what was there has been added by now.
@@ -160,16 +162,13 @@ class GlooTransport(AddingTransport):
         receives = list(zip(self._peers, landing, strict=True)) if mine else []
         sends = [(peer, offered[peer]) for peer in self._peers if pieces[peer]]
         tails = _tails(receives)
-        got, sent = self._link.start(*self._turn(kind, key, wire), receives, sends)
+        label = f"its {kind} [{key}]" + (f", turn {turn}" if turn else "")
+        got, sent = self._link.start(label, f"reduce {wire.lane} {turn % TURNS}", receives, sends)
         sources = [*landing[: self.rank], offered[self.rank], *landing[self.rank :]]
         move = _Move(self, kind, got, lambda: add(out, sources, scale), tails)
         self._begin(wire, move, sent)
         self._count_reduce(kind, pieces, wire.mine.element_size())
         return move
-
-    def _turn(self, kind: str, key: str, wire: Region) -> tuple[str, str]:
-        """Label and lane. What ranks send in different steps must not meet: at stage 0 nobody else tells."""
-        return f"its {kind} [{key}], turn {self._turns}", f"reduce {wire.lane} {self._turns % TURNS}"
 
     def deal(
         self,
@@ -191,7 +190,7 @@ class GlooTransport(AddingTransport):
         receives = [(peer, parts[peer]) for peer in self._peers if takes[peer][1]]
         sends = [(peer, offered[peer]) for peer in self._peers if offers[peer][1]]
         tails = _tails(receives)
-        got, sent = self._link.start(*self._turn(kind, key, wire), receives, sends)
+        got, sent = self._link.start(f"its {kind} [{key}]", f"deal {wire.lane}", receives, sends)
         move = _Move(self, kind, got, lambda: land(parts), tails)
         self._begin(wire, move, sent)
         self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
@@ -202,7 +201,7 @@ class GlooTransport(AddingTransport):
     ) -> Work:
         """Heads first; when they have come, room for the rest is made. What follows a head is sent at once
         behind it, and gloo keeps it back until it is asked for."""
-        label, lane = self._turn(kind, key, wire)
+        label, lane = f"its {kind} [{key}]", f"deal {wire.lane}"
         lengths = [length_of(part) for part in offered]
         heads = [torch.zeros(HEAD, dtype=torch.uint8) for _ in takes]
         heads[self.rank] = offered[self.rank][:HEAD]

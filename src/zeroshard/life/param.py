@@ -143,7 +143,7 @@ class Bundle:
         ledger.book(kind, store.nbytes)
         if self.region is not None:
             cuts = self.pack.cuts_of_full if self.resident else self.pack.cuts_of_pieces
-            ledger.book("buckets", self.transport.expect(self.key, self.region, cuts))
+            ledger.book("buckets", self.transport.expect(self._said, self.region, cuts))
             ledger.book(kind, 0 if self.resident else self.transport.cache(self.region, cuts))
         # Rows that rest off the device are a copy of a master on it; so are those that were decoded.
         copied = self.rests.rows != "device" or (self.coded is not None and self.resident)
