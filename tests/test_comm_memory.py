@@ -105,7 +105,8 @@ def test_no_growth_over_200_rounds(kind: str) -> None:
                 meet.wait(20)
 
     threads(kind, 2, body)
-    assert seen[0] == seen[1]
+    # What an earlier test has left in this process may go meanwhile.
+    assert all(late <= early for early, late in zip(*seen, strict=True)), seen
 
 
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
