@@ -105,8 +105,10 @@ def test_no_growth_over_200_rounds(kind: str) -> None:
                 meet.wait(20)
 
     threads(kind, 2, body)
-    # What an earlier test has left in this process may go meanwhile.
-    assert all(late <= early for early, late in zip(*seen, strict=True)), seen
+    early, late = seen
+    assert late[1:] == early[1:]
+    # Threads of torch open and close a few files of their own; one left behind by each round would be 189.
+    assert late[0] < early[0] + 10
 
 
 @pytest.mark.parametrize("kind", ["shm", "gloo"])

@@ -129,6 +129,15 @@ def test_a_policy_holds_what_was_predicted(stage: int, sync: Any) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 3])
+def test_codes_that_travel_one_step_behind_were_predicted(stage: int) -> None:
+    """Each bucket has a wire of its own then, and lands twice."""
+    codecs = {"places.*": zs.Rows(), "*.weight": zs.Int8(), "*": None}
+    for live, predicted in ranks(2).run(partial(hold, compress=codecs), stage, zs.Delayed(), None):
+        assert live == predicted
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("master", ["plain", "split"])
 def test_weights_that_are_held_back_were_predicted(master: Any) -> None:
     ask = partial(hold, offload=zs.Offload(master=master), clip_norm=1.0)

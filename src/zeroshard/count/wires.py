@@ -71,11 +71,11 @@ def gradients_of(buckets: Sequence[Bucket], stage: int, travel: bool, rank: int,
         if codec is None:
             total += _plain(members, stage, rank, behind)
         elif isinstance(codec, Codec):
-            total += _coded(members, codec, stage, rank)
+            total += _coded(members, codec, stage, rank, behind)
         elif isinstance(codec, LowRank):
             total += sum((_factors(bucket, codec, stage, rank) for bucket in members), Buffers())
         else:
-            total += _rows(members, stage, rank)
+            total += _rows(members, stage, rank, behind)
     return total
 
 
@@ -95,19 +95,19 @@ def _plain(members: list[Bucket], stage: int, rank: int, behind: bool) -> Buffer
     return Buffers(gradients=wires + landed) if stage == 1 else Buffers(gradients=landed, buckets=wires)
 
 
-def _coded(members: list[Bucket], codec: Codec, stage: int, rank: int) -> Buffers:
+def _coded(members: list[Bucket], codec: Codec, stage: int, rank: int, behind: bool) -> Buffers:
     """Buckets that travel through a codec: a ring of short wires at any stage, and what it has not sent."""
     total = Buffers()
     wire, landed = WIDTHS[members[0].wire], WIDTHS[members[0].landed]
     sizes = [wire_bytes(codec, bucket.pack, wire) for bucket in members]
     total += Buffers(
-        buckets=sum(rooms_of(sizes)),
+        buckets=sum(sizes if behind else rooms_of(sizes)),
         state=sum(codec.state_bytes(bucket.wire_numel) for bucket in members),
     )
     for bucket in members:
         pieces = bucket.piece(rank) * landed
         if stage > 0:
-            total += Buffers(gradients=pieces)
+            total += Buffers(gradients=2 * pieces if behind else pieces)
             continue
         _, own = bodies_of(bucket.pack)[rank]
         total += Buffers(
@@ -118,16 +118,16 @@ def _coded(members: list[Bucket], codec: Codec, stage: int, rank: int) -> Buffer
     return total
 
 
-def _rows(members: list[Bucket], stage: int, rank: int) -> Buffers:
+def _rows(members: list[Bucket], stage: int, rank: int, behind: bool) -> Buffers:
     """Parameters of which only the rows that were touched travel: room for all of them."""
     wire, landed = WIDTHS[members[0].wire], WIDTHS[members[0].landed]
     slots = [bucket.slots[0] for bucket in members]
     sizes = [sum(rows_bytes(slot, r, wire) for r in range(slot.world)) for slot in slots]
-    total = Buffers(buckets=sum(rooms_of(sizes)))
+    total = Buffers(buckets=sum(sizes if behind else rooms_of(sizes)))
     for bucket, slot in zip(members, slots, strict=True):
         pieces = bucket.piece(rank) * landed
         if stage > 0:
-            total += Buffers(gradients=pieces)
+            total += Buffers(gradients=2 * pieces if behind else pieces)
         else:
             back = rows_bytes(slot, rank, landed)
             total += Buffers(gradients=(bucket.full + 1) * landed, buckets=pieces + back)
