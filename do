@@ -3,7 +3,8 @@
 #
 #   ./do setup          create .venv and install the package into it
 #   ./do demo           train a small GPT on two ranks, parameters sharded
-#   ./do test [ARGS]    lint, types, and pytest (ARGS go to pytest)
+#   ./do test [--wide]  lint, types, and the tests; --wide: every case of every one
+#   ./do test ARGS      the same with these arguments of pytest
 #   ./do lint           ruff: rules and format
 #   ./do types          mypy, strict
 #   ./do bench [ARGS]   compare with other libraries (installs them)
@@ -128,7 +129,7 @@ session() { "$PYTHON" -m pytest --share="$VENV/share" "$@"; }
 beside() {
     local failed=0
     types || failed=1
-    session || failed=1
+    session "$@" || failed=1
     return $failed
 }
 
@@ -147,19 +148,19 @@ case $chore in
         # All of them, whatever the first says: one look then shows all there is to mend.
         failed=
         lint || failed+=' lint'
-        if [ $# -gt 0 ]; then
+        if [ $# -gt 0 ] && [ "$*" != --wide ]; then
             types || failed+=' types'
             "$PYTHON" -m pytest "$@" || failed+=' pytest'
         else
             # Tests that start processes wait for much of their time: the others run beside them, and are shown last.
             rm -rf "$VENV/share"
             mkdir "$VENV/share"
-            beside >"$VENV/beside.log" 2>&1 &
+            beside "$@" >"$VENV/beside.log" 2>&1 &
             other=$!
-            session -m 'ranks or cuda' >"$VENV/later.log" 2>&1 &
+            session "$@" -m 'ranks or cuda' >"$VENV/later.log" 2>&1 &
             last=$!
             trap 'kill "$other" "$last" 2>/dev/null || true' EXIT
-            session -m 'ranks or cuda' || failed+=' pytest'
+            session "$@" -m 'ranks or cuda' || failed+=' pytest'
             wait "$other" || failed+=' types or the tests beside them'
             wait "$last" || failed+=' tests of the second session'
             cat "$VENV/beside.log" "$VENV/later.log"
@@ -179,7 +180,7 @@ case $chore in
         find src -name '_kernels*.so' -delete
         ;;
     help | -h | --help)
-        sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         ;;
     *)
         die "there is no chore '$chore'; ./do help lists them"

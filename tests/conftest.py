@@ -1,4 +1,4 @@
-"""Order, skips, sharing out, and the rule that no process outlives the test that started it."""
+"""Order, skips, sharing out, thinning, and the rule that no process outlives the test that started it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -29,7 +30,8 @@ def layer_of(item: pytest.Item) -> int:
     return max(number for number, name in enumerate(LAYERS) if number == 0 or item.get_closest_marker(name))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    thin(config, items)
     items.sort(key=layer_of)
     cuda = [item for item in items if item.get_closest_marker("cuda")]
     if cuda and not gpu_present():
@@ -41,7 +43,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="this torch has no ranks as threads"))
 
 
+def thin(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave one in `n` cases of what is marked `wide(n)`, and the first: which ones, their names decide. All
+    run with --wide, and where cases are named."""
+    if config.getoption("wide") or any("::" in word for word in config.args):
+        return
+    left, seen = [], set[str]()
+    for item in items:
+        mark, function = item.get_closest_marker("wide"), item.nodeid.partition("[")[0]
+        if mark is None or function not in seen or crc32(item.name.encode()) % mark.args[0] == 0:
+            left.append(item)
+        seen.add(function)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
+    items[:] = left
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wide", action="store_true", help="run all cases of tests that have many like them")
     told = "share tests out among sessions that name this folder: a file's go to the first that comes to it"
     parser.addoption("--share", metavar="FOLDER", help=told)
 

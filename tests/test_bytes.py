@@ -80,6 +80,7 @@ def hold(stage: int, precision: Given, transport: str = "auto") -> dict[str, Any
     return {"count": count, "private": private - before, "shared": own, "live": live}
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("precision", "stage", "world"), CASES)
 def test_live_bytes(precision: Given, stage: int, world: int) -> None:
     held = ranks(world).run(hold, stage, precision)
@@ -99,6 +100,7 @@ def test_live_bytes(precision: Given, stage: int, world: int) -> None:
         assert_bytes(walked, expected, 0.02, "the walk over all tensors")
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("precision", "stage"), [(None, 0), ("bfloat16", 1), (None, 2), (None, 3)])
 def test_live_bytes_over_messages(precision: Given, stage: int) -> None:
     """What messages arrive in is booked, too."""

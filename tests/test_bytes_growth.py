@@ -143,7 +143,8 @@ def _repeat(what: Callable[[], None], times: int) -> None:
         what()
 
 
-@pytest.mark.parametrize(("stage", "transport"), [(2, "shm"), (3, "shm"), (3, "gloo")])
+@pytest.mark.wide(3)
+@pytest.mark.parametrize(("stage", "transport"), [(3, "shm"), (3, "gloo"), (2, "shm")])
 def test_no_growth(stage: int, transport: str) -> None:
     for before, after in ranks(2).run(many_steps, stage, transport, 500, timeout=120.0):
         growth = {key: after[key] - before[key] for key in before}

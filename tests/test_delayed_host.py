@@ -90,6 +90,7 @@ def trained(options: dict[str, Any], slowness: float = 0.0) -> tuple[dict[str, T
 HOST = {"offload": zs.Offload(), "sync": zs.Delayed(), "clip_norm": float("inf")}
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(
     ("stage", "transport"), [(0, "gloo"), (1, "gloo"), (2, "shm"), (2, "gloo"), (3, "gloo"), (3, "shm")]
 )

@@ -67,11 +67,13 @@ def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], noise: float) -
         assert worst <= 1, f"`{name}` is {float(worst):.3g} times as far away as is allowed"
 
 
-@pytest.mark.parametrize(("world", "no_sync"), [(2, True), (4, True), (4, False)])
+@pytest.mark.wide(2)
+@pytest.mark.parametrize(("world", "no_sync"), [(4, True), (2, True), (4, False)])
 def test_accumulation(world: int, no_sync: bool) -> None:
     assert_exact(world, Recipe(accumulate=3, no_sync=no_sync))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("optimizer", "world"), [("adamw", 2), ("adamw", 4), ("sgd", 2), ("adafactor", 2)])
 def test_clipping(optimizer: str, world: int) -> None:
     assert_exact(world, Recipe(optimizer=optimizer, clip=0.2))
@@ -133,6 +135,7 @@ PAIRS = list(
 )
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("recipe", "clip", "recompute"), PAIRS)
 def test_pairs(recipe: Recipe, clip: float | None, recompute: bool) -> None:
     """Accumulation (none, reduced each time, without synchronisation) × clipping × recomputation, at all
@@ -142,6 +145,7 @@ def test_pairs(recipe: Recipe, clip: float | None, recompute: bool) -> None:
     assert_exact(2, recipe, rank_by_rank_once(recipe, 2), recompute=recompute)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_scheduler(when: str, optimizer: str) -> None:
@@ -154,6 +158,7 @@ def test_scheduler(when: str, optimizer: str) -> None:
     assert len(set(by_hand.rates)) == 10
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw fused", "sgd", "muon"])
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_grad_scaler_with_an_infinity_on_one_rank(optimizer: str, clip: float | None) -> None:
@@ -204,6 +209,7 @@ def test_clip_norm_is_of_gradients_without_their_scale(fused: bool) -> None:
             torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_has_the_bits_of_shared_memory(stage: int, world: int) -> None:
@@ -214,6 +220,7 @@ def test_gloo_has_the_bits_of_shared_memory(stage: int, world: int) -> None:
     )
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_twice_the_same(stage: int) -> None:
     recipe = Recipe(optimizer="adamw fused", clip=0.2)

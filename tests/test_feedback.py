@@ -80,6 +80,7 @@ CONSERVED = [
 ]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("world", "options"), CONSERVED, ids=str)
 def test_what_arrived_and_what_is_kept_are_the_sum_of_the_gradients(
     world: int, options: dict[str, Any]
@@ -176,6 +177,7 @@ def check_all_see_it(world: int, runs: list[dict[str, Any]]) -> None:
             assert told[number][1] == everyone[0][number][1], f"rank {rank}: {options}"
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_not_finite_is_seen_by_all_ranks_in_the_same_step(stage: int) -> None:
     check_all_see_it(2, [options for codec in CODECS for options in policies(stage, codec)])

@@ -56,6 +56,7 @@ def pool() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["wrapped", "in place", "wrapped, recomputed", "in place, recomputed"])
 def test_equals_one_eager_process(pool: Ranks, name: str, stage: int) -> None:

@@ -232,12 +232,14 @@ CASES = {
 }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, stage: int) -> None:
     check(__name__, name, stage)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["accumulate unsynced", "evaluated amid", "gradient penalty", "thrown away"])
 def test_equals_one_process_over_gloo(name: str, stage: int) -> None:

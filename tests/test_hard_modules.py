@@ -351,12 +351,14 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bypassed units"])
 def test_equals_one_process(name: str, stage: int) -> None:
     check(__name__, name, stage)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["again, reentrant", "inside both", "methods", "outputs", "in chunks"])
 def test_equals_one_process_over_gloo(name: str, stage: int) -> None:

@@ -270,6 +270,7 @@ CASES = {
 }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process_on_two_ranks(name: str, stage: int) -> None:
@@ -282,18 +283,21 @@ def test_clip_norm_of_complex_parameters() -> None:
     compare([train(Training(ours, [0], ours.options))], plain(case, 1), ours.tolerance)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["tied", "tiny", "branch by step", "experts as units"])
 def test_equals_one_process_on_four_ranks(name: str, stage: int) -> None:
     check(__name__, name, stage, world=4)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["stack clipped", "tied", "dtypes", "tiny", "lora", "experts within units"])
 def test_equals_one_process_over_gloo(name: str, stage: int) -> None:
     check(__name__, name, stage, transport="gloo")
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", ["branch by step", "experts"])
 def test_units_that_only_some_ranks_use_over_gloo(name: str, stage: int) -> None:

@@ -127,6 +127,7 @@ SPREAD = [name for name in CASES if name != "looked up"]
 CASES |= {f"{name}, one unit": replace(CASES[name], options={"units": "none"}) for name in SPREAD}
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", SPREAD)

@@ -125,6 +125,7 @@ def generation(stage: int, transport: str) -> list[list[int]]:
     return texts
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("world", [2, 3])

@@ -173,6 +173,7 @@ def round_trip(name: str, stage: int, how: str) -> tuple[dict[str, Tensor], dict
     return values(training.model), end
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["whole", "rows"])
 @pytest.mark.parametrize("name", CASES)

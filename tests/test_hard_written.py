@@ -102,12 +102,14 @@ CASES = {
 }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [turn.__name__ for turn in TURNS])
 def test_equals_one_process(name: str, stage: int) -> None:
     check(__name__, name, stage)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("name", [turn.__name__ for turn in TURNS])
 def test_equals_one_process_over_gloo(name: str) -> None:
     check(__name__, name, 3, transport="gloo")

@@ -266,6 +266,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "optimizer", "options"), CASES)
 def test_a_run_holds_what_was_predicted(kind: str, optimizer: str, options: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ def ways(result: Trained) -> dict[str, int]:
     return result.stats.updates
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("optimizer", FAST)
 def test_one_rank_has_the_numbers_of_torch(optimizer: str) -> None:
     case = Case(optimizer)
@@ -50,6 +51,7 @@ def test_the_reference_clips_where_the_case_says() -> None:
 LOOPS = [{"accumulate": 2}, {"tied": True, "clip": 40.0}, {"skips": True}]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("options", LOOPS, ids=str)
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_one_rank_loops(optimizer: str, options: dict[str, Any]) -> None:
@@ -80,6 +82,7 @@ def test_one_rank_parameters_on_the_host() -> None:
     assert_same_bits(result.weights, trained(1, Case(), 3, parts()).weights)
 
 
+@pytest.mark.wide(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", [Case(), Case(accumulate=2), Case("nesterov"), Case(skips=True)], ids=str)
@@ -118,11 +121,13 @@ def test_no_initial_weight_is_a_tie() -> None:
         assert torch.equal(split(flat)[0], flat.bfloat16())
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("case", [Case(), Case("momentum"), Case(skips=True), Case(accumulate=2)], ids=str)
 def test_a_split_master_has_the_bits_of_a_plain_one(case: Case) -> None:
     check_split(1, case, 3)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_split_master_has_the_bits_of_a_plain_one_on_two_ranks(stage: int) -> None:
@@ -153,6 +158,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_delays_change_no_bit(setting: str) -> None:
     offload, precision = SETTINGS[setting]
@@ -164,6 +170,7 @@ def test_delays_change_no_bit(setting: str) -> None:
         assert other.losses == waited.losses
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("stage", "setting"), [(0, "fp32"), (1, "split"), (2, "fp32"), (3, "split"), (3, "streamed")]

@@ -109,6 +109,7 @@ def on_rank(make: str, by_hand: bool, stage: int, offload: bool) -> dict[str, Te
 MIXED = [("muon and adamw", False, 3), ("adafactor", True, 1), ("adamw", True, 2), ("groups", False, 2)]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("make", "by_hand", "stage"), MIXED)
 def test_two_ranks_agree_with_the_run_that_is_not_offloaded(make: str, by_hand: bool, stage: int) -> None:

@@ -162,6 +162,7 @@ def check_near(got: Trained, want: Trained) -> None:
     assert max(abs(a - b) / b for a, b in zip(got.losses, want.losses, strict=True)) <= 0.0005
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_8_bit_moments_on_two_ranks(stage: int) -> None:

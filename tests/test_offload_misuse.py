@@ -180,6 +180,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("clip", [math.inf, 1e-3], ids=["early", "late"])
 @pytest.mark.parametrize("calls", [0, 5, 40])
 @pytest.mark.parametrize("what", BREAKS)

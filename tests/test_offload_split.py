@@ -63,11 +63,13 @@ CASES = [
 ]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_rank_has_the_bits_of_a_plain_master(case: Case) -> None:
     check_same(halves(case, {}), whole(case, {}))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_have_the_bits_of_a_plain_master(stage: int) -> None:
@@ -83,6 +85,7 @@ def spread(case: Case, master: str, stage: int, world: int, path: str) -> Traine
     return offloaded(case, options | {"offload": offload}, "overlapped" if master == "split" else "ties away")
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 2)])
 def test_auto_splits_every_master(stage: int, world: int, disk_folder: Path) -> None:

@@ -66,6 +66,7 @@ def test_rows_on_the_host_are_what_peers_gather(precision: str | None) -> None:
     assert waits >= CASE.steps, "the host writes rows only when the device has read them"
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"precision": "bf16"}, ON_HOST], ids=str)
 def test_what_goes_straight_to_its_place_has_the_same_bits(options: dict[str, Any]) -> None:
     shapes = [(name, tuple(weight.shape)) for name, weight in make_model().named_parameters()]

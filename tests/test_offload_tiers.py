@@ -40,6 +40,7 @@ MASTERS: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_disk_has_the_bits_of_the_host(tier: str, master: str, disk_folder: Path) -> None:
@@ -80,6 +81,7 @@ def test_auto_over_all_three_tiers(
 # ---------------------------------------------------------------------- two ranks
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "tier"), [(0, "disk"), (2, "auto"), (3, "disk"), (3, "auto")])
 def test_two_ranks(stage: int, tier: str, disk_folder: Path) -> None:

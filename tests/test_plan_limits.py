@@ -95,6 +95,7 @@ def sweep(name: str, stride: int) -> list[tuple[int, str, int, int, str]]:
     return told
 
 
+@pytest.mark.wide(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "stride"), [("gpt", 1), ("resnet", 3), ("moe", 3)])
 def test_limits_from_generous_to_impossible(name: str, stride: int) -> None:

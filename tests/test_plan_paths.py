@@ -141,6 +141,7 @@ def planned_and_real(path: str, keeps: bool, options: dict[str, Any]) -> dict[st
     }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("path", PATHS)
@@ -149,6 +150,7 @@ def test_one_rank_holds_what_was_planned(path: str, keeps: bool, recompute: bool
         assert planned == real, kind
 
 
+@pytest.mark.wide(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("path", PATHS)
@@ -158,6 +160,7 @@ def test_ranks_gather_what_was_planned(path: str, recompute: bool) -> None:
             assert planned == real, kind
 
 
+@pytest.mark.wide(4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("path", PATHS)

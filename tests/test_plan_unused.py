@@ -108,6 +108,7 @@ def test_what_rests_on_the_host(name: str) -> None:
     assert real <= planned <= 1.1 * real  # what waits for the host is an upper bound
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)

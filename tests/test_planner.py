@@ -197,6 +197,7 @@ def peak_of_a_step(options: dict[str, Any], rows: int, passes: int) -> tuple[int
     return peak.most, max(m.kinds["arriving"] + m.kinds["activations"] + m.kinds["update"] for m in moments)
 
 
+@pytest.mark.wide(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("rows", "passes"), [(1, 1), (16, 1), (4, 3)])
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ def send(options: dict[str, Any], passes: int = 1) -> tuple[Any, Sent]:
     return sent, sent_by_rank(setup, run.options.ranks_per_node, passes)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("options", "passes"),
@@ -355,6 +357,7 @@ def test_the_timeline_ends_with_the_update_and_knows_its_peak() -> None:
 # The public function.
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("world", [1024, 10_000])
 def test_a_trillion_parameters_in_seconds(world: int) -> None:
     model = on_meta(partial(Huge, 25600, 128))

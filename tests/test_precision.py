@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("recipe", "precision", "world"), CASES)
 def test_every_stage_has_the_bits_of_plain_pytorch(
     recipe: Recipe, precision: zs.Precision, world: int
@@ -133,6 +134,7 @@ def test_clip_norm_in_16_bits_measures_in_fp32(stage: int) -> None:
         assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused"])
 @pytest.mark.parametrize("precision", [ALL_FP16, zs.Precision("float16", grad="float16", keep=("*norm*",))])
 def test_clipping_of_gradients_in_fp16(precision: zs.Precision, optimizer: str) -> None:

@@ -51,6 +51,7 @@ def check(folder: Path, world: int, recipe: Recipe, **options: Any) -> Half:
     return result
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("name", case.SHORT)
 def test_every_kind_of_run_goes_on_with_the_same_bits(tmp_path: Path, name: str) -> None:
     recipe, options = case.MATRIX[name]
@@ -71,6 +72,7 @@ BESIDE: dict[str, tuple[int, Recipe, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("name", BESIDE)
 def test_every_kind_of_run_goes_on_while_it_is_saved(tmp_path: Path, name: str) -> None:
     """What is saved beside training is the state at the call, bit for bit, and training has the bits that it
@@ -141,6 +143,7 @@ def test_whole_tensors_find_their_new_owners(tmp_path: Path, optimizer: str) -> 
 PLAIN = {**SPLIT, "offload": zs.Offload(threads=1)}
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -85,6 +85,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("more", [{}, {"transport": "gloo", "recompute": ["wide.*"]}, {"precision": "bf16"}])
 def test_they_train_as_ever_and_their_bytes_are_foreseen(more: dict[str, Any]) -> None:

@@ -257,6 +257,7 @@ def found(world: int, bf16: bool) -> list[dict[tuple[int, str], Told]]:
     return [on_rank(bf16)] if world == 1 else ranks(world).run(on_rank, bf16, timeout=120.0)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ranks)])
 @pytest.mark.parametrize("how", LOOPS, ids=lambda how: how.__name__)
