@@ -1,9 +1,11 @@
 """A live picture of a training run in the terminal, for any training loop.
 
-    with zs.display.Live("GPT, 5.7 M parameters", rank=run.rank) as live:
+    from zeroshard.display import Live, Reading
+
+    with Live("GPT, 5.7 M parameters", rank=run.rank) as live:
         for step in range(steps):
             ...
-            live.show(zs.display.Reading(step=step, done=step / steps, loss=loss.item()))
+            live.show(Reading(step=step, done=step / steps, loss=loss.item()))
 
 The words:
 
