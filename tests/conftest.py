@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 # Before torch is imported, which reads it once. Sums are split among threads, so what is compared bit for
 # bit, a rank and a plain process, needs the same number; and ranks beside one another have no use for more.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A script's shell has what it starts beside itself ignore Ctrl-C, and so would ranks that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Fast first: what fails early fails cheaply.
 LAYERS = ("pure", "threads", "ranks", "cuda")
