@@ -51,14 +51,14 @@ def thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     run with --wide, and where cases are named."""
     if config.getoption("wide") or any("::" in word for word in config.args):
         return
-    left, seen = [], set[str]()
+    kept, out, seen = list[pytest.Item](), list[pytest.Item](), set[str]()
     for item in items:
         mark, function = item.get_closest_marker("wide"), item.nodeid.partition("[")[0]
-        if mark is None or function not in seen or crc32(item.name.encode()) % mark.args[0] == 0:
-            left.append(item)
+        runs = mark is None or function not in seen or crc32(item.name.encode()) % mark.args[0] == 0
+        (kept if runs else out).append(item)
         seen.add(function)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
-    items[:] = left
+    config.hook.pytest_deselected(items=out)
+    items[:] = kept
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

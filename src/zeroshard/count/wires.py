@@ -96,7 +96,8 @@ def _plain(members: list[Bucket], stage: int, rank: int, behind: bool) -> Buffer
 
 
 def _coded(members: list[Bucket], codec: Codec, stage: int, rank: int, behind: bool) -> Buffers:
-    """Buckets that travel through a codec: a ring of short wires at any stage, and what it has not sent."""
+    """Buckets that travel through a codec: at any stage a ring of short wires (one step behind, one
+    each), and what it has not sent."""
     total = Buffers()
     wire, landed = WIDTHS[members[0].wire], WIDTHS[members[0].landed]
     sizes = [wire_bytes(codec, bucket.pack, wire) for bucket in members]
