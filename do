@@ -7,7 +7,11 @@
 #   ./do test ARGS      the same with these arguments of pytest
 #   ./do lint           ruff: rules and format
 #   ./do types          mypy, strict
-#   ./do bench [ARGS]   compare with other libraries (installs them)
+#   ./do bench [NAME ARGS]  run a benchmark, as in ./do bench steps/compare; without a name: list them
+#   ./do libraries      test what people use beside a model, with other libraries (installs them)
+#   ./do docs           build the documentation into site/
+#   ./do build          a wheel with the kernels and a source distribution, into dist/
+#   ./do fuzz [SECONDS] [SEED]  random combinations against plain PyTorch; what fails is made small
 #   ./do clean          remove .venv and what was built
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -31,7 +35,7 @@ fingerprint() {
     {
         pwd
         cat pyproject.toml setup.py constraints.txt
-        find src -path '*/native/*.[ch]' | sort | xargs -r cat
+        find src -path '*/kernels/*.[ch]' | sort | xargs -r cat
     } | sha256sum | cut -d' ' -f1
 }
 
@@ -104,6 +108,8 @@ setup() {
     if compgen -G "$VENV/.installed*" >/dev/null; then
         title="updating the installation: its requirements or kernels have changed"
     fi
+    # Those of an earlier build may have another name, and would be found first.
+    find src -name '_kernels*.so' -delete
     step "$title" \
         "$PYTHON" -m pip install --disable-pip-version-check --no-input --no-compile \
         "${isolation[@]}" --constraint "$constraints" --editable ".${extras:+[$extras]}"
@@ -122,8 +128,39 @@ lint() {
 
 types() { "$VENV/bin/mypy"; }
 
+# Each benchmark by its name, and the first line that it says of itself. One that shows no command is part of another.
+benchmarks() {
+    local script name
+    for script in benchmarks/*/*.py; do
+        name=${script#benchmarks/}
+        if grep -q "^ *python .*$script" "$script"; then
+            printf '%-28s %s\n' "${name%.py}" "$(sed -n '1s/^"""\|"""$//gp' "$script")"
+        fi
+    done
+}
+
 # Tests are shared out among sessions: whoever comes to a file first runs it.
 session() { "$PYTHON" -m pytest --share="$VENV/share" "$@"; }
+
+# A wheel for this platform and a source distribution. A wheel without kernels would need a compiler to be fast.
+build() {
+    "$PYTHON" -c 'import setuptools as s; assert int(s.__version__.split(".")[0]) >= 77' 2>/dev/null ||
+        "$PYTHON" -m pip install --quiet 'setuptools>=77'
+    ZEROSHARD_KERNELS_REQUIRED=1 "$PYTHON" - <<'PY' >build.log 2>&1 || { cat build.log >&2; return 1; }
+from setuptools import build_meta
+
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+PY
+    rm -rf build build.log
+}
+
+# The ten files that took the longest, summed over the sessions.
+slowest() {
+    echo "The slowest files, in seconds:"
+    cat "$VENV"/share/*.seconds | awk '{ took[$2] += $1 } END { for (name in took) printf "%7.1f  %s\n", took[name], name }' |
+        sort -rn | head -n 10
+}
 
 # Types, then the tests that start no processes, then what others have left.
 beside() {
@@ -164,6 +201,7 @@ case $chore in
             wait "$other" || failed+=' types or the tests beside them'
             wait "$last" || failed+=' tests of the second session'
             cat "$VENV/beside.log" "$VENV/later.log"
+            slowest
         fi
         [ -z "$failed" ] || die "failed:$failed"
         ;;
@@ -172,15 +210,45 @@ case $chore in
         "$chore" "$@"
         ;;
     bench)
-        setup dev peers
-        exec "$PYTHON" benchmarks/compare.py "$@"
+        if [ $# -eq 0 ]; then
+            benchmarks
+            exit
+        fi
+        script=benchmarks/${1%.py}.py
+        shift
+        [ -e "$script" ] || die "there is no $script; ./do bench lists the benchmarks"
+        case $script in
+            */steps/*) setup dev peers ;;  # which are timed beside it
+            *) setup dev ;;
+        esac
+        exec "$PYTHON" "$script" "$@"
+        ;;
+    libraries)
+        setup dev libraries
+        exec "$PYTHON" -m pytest --wide tests/integrations/test_works_with.py "$@"
+        ;;
+    docs)
+        setup dev docs
+        NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --quiet --strict
+        say "site/index.html"
+        ;;
+    build)
+        setup dev
+        rm -rf dist
+        build
+        say "$(ls dist/*)"
+        ;;
+    fuzz)
+        setup dev
+        exec "$PYTHON" benchmarks/exact/combinations.py --seconds "${1:-600}" \
+            --seeds "${2:-0}" "$((${2:-0} + 1000000))" --shrink 120
         ;;
     clean)
         rm -rf "$VENV" build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
         find src -name '_kernels*.so' -delete
         ;;
     help | -h | --help)
-        sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         ;;
     *)
         die "there is no chore '$chore'; ./do help lists them"

@@ -50,7 +50,7 @@ def main() -> None:
     training = Batches(text, model.config.context, asked.rows, run.rank, run.size)
     validation = Batches(held_out, model.config.context, asked.rows, run.rank, run.size)
     # In fp32, weights, gradients and Adam's two moments take four times four bytes, and an all-reduce sends
-    # every gradient twice, less the part that stays at home.
+    # every gradient twice, less the part that stays at sharded parameter.
     plain = Plain(memory=16 * parameters, sent=2 * 4 * parameters * (run.size - 1) // run.size)
     ranks = "one rank" if run.size == 1 else f"{run.size} ranks"
     title = f"ZeroShard · GPT, {parameters / 1e6:.2f} M parameters · ZeRO stage {asked.stage} · {ranks}"

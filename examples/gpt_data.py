@@ -5,9 +5,9 @@ and no rank has to send tokens to another.
 
   file    a module of the library, less tests and tables; one in 16, by a seeded draw, is held out.
           Comments and docstrings are left out: in two minutes a model can learn Python, but not English too
-  piece   a word with the sign or space before it, a digit, a run of signs, or a line break with the
+  shard   a word with the sign or space before it, a digit, a run of signs, or a line break with the
           indentation that follows it
-  token   a byte, or two tokens glued because they often meet (byte-pair encoding), never across pieces
+  token   a byte, or two tokens glued because they often meet (byte-pair encoding), never across shards
   window  `context` tokens and the one after them: what one row of a batch is cut from
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 SKIPPED = {"__pycache__", "dist-packages", "site-packages", "test", "tests", "idle_test"}
 HELD_OUT = 16
 LEARNT_FROM = 6000
-PIECES = re.compile(r"\n+ *|[^A-Za-z0-9\n]?[A-Za-z]+|[0-9]| ?[^A-Za-z0-9\s]+|\s")
+SHARDS = re.compile(r"\n+ *|[^A-Za-z0-9\n]?[A-Za-z]+|[0-9]| ?[^A-Za-z0-9\s]+|\s")
 COMMENTS = re.compile(r"^ *#.*\n|  +#.*$", re.MULTILINE)
 DOCSTRINGS = re.compile(r"^ *[rRuU]?(\"\"\"|''').*?\1 *\n", re.MULTILINE | re.DOTALL)
 GAPS = re.compile(r"\n\n\n\n+")
@@ -80,12 +80,12 @@ def read(paths: Sequence[Path], limit: int) -> tuple[str, str]:
 class Tokenizer:
     """Byte-pair encoding, learnt in about a second.
 
-    Text is first counted into distinct pieces (a few thousand cover almost everything), and merges are learnt
-    on those counts, so that a merge costs as much as there are distinct pieces with the pair, not text.
+    Text is first counted into distinct shards (a few thousand cover almost everything), and merges are learnt
+    on those counts, so that a merge costs as much as there are distinct shards with the pair, not text.
     """
 
     def __init__(self, text: str, size: int) -> None:
-        counts = Counter(PIECES.findall(text))
+        counts = Counter(SHARDS.findall(text))
         self.bytes: list[bytes] = [bytes([byte]) for byte in range(256)]
         self.ranks: dict[tuple[int, int], int] = {}
         self._known: dict[str, list[int]] = {}
@@ -99,18 +99,18 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []
         known = self._known
-        for piece in PIECES.findall(text):
-            found = known.get(piece)
+        for shard in SHARDS.findall(text):
+            found = known.get(shard)
             if found is None:
-                found = known[piece] = self._encode_piece(piece)
+                found = known[shard] = self._encode_shard(shard)
             tokens += found
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(self.bytes[token] for token in tokens).decode("utf-8", errors="replace")
 
-    def _encode_piece(self, piece: str) -> list[int]:
-        tokens = list(piece.encode("latin-1"))
+    def _encode_shard(self, shard: str) -> list[int]:
+        tokens = list(shard.encode("latin-1"))
         while len(tokens) > 1:
             best = min(pairwise(tokens), key=lambda pair: self.ranks.get(pair, len(self.bytes)))
             if best not in self.ranks:
@@ -134,11 +134,11 @@ def _glue(tokens: list[int], pair: tuple[int, int], new: int) -> list[int]:
 
 def _merges(counts: Sequence[tuple[str, int]], number: int) -> Iterator[tuple[int, int]]:
     """The `number` most frequent pairs, each counted after the earlier ones were glued."""
-    pieces = [list(piece.encode("latin-1")) for piece, _ in counts]
+    shards = [list(shard.encode("latin-1")) for shard, _ in counts]
     often = [count for _, count in counts]
     total: dict[tuple[int, int], int] = defaultdict(int)
     where: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for index, tokens in enumerate(pieces):
+    for index, tokens in enumerate(shards):
         for pair in pairwise(tokens):
             total[pair] += often[index]
             where[pair].add(index)
@@ -154,10 +154,10 @@ def _merges(counts: Sequence[tuple[str, int]], number: int) -> Iterator[tuple[in
             continue
         touched: set[tuple[int, int]] = set()
         for index in where.pop(pair):
-            for old in pairwise(pieces[index]):
+            for old in pairwise(shards[index]):
                 total[old] -= often[index]
-            pieces[index] = _glue(pieces[index], pair, new)
-            for fresh in pairwise(pieces[index]):
+            shards[index] = _glue(shards[index], pair, new)
+            for fresh in pairwise(shards[index]):
                 total[fresh] += often[index]
                 where[fresh].add(index)
                 if new in fresh:

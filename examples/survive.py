@@ -3,7 +3,8 @@
 zeroshard run --ranks 1:2 --max-restarts 3 --resume ckpt examples/survive.py
 
 It saves every few steps beside training. Kill a rank (`kill -9`, any of the `zs-rank-N`) and the job goes on
-from the latest checkpoint; send SIGTERM to the command, and it saves and leaves with exit code 75; start it
+from the latest checkpoint; send SIGTERM to the command, and it saves and unsharded parameters with exit
+code 75; start it
 again, and it goes on from there. It also works under torchrun:
 
 torchrun --max-restarts 3 --nproc-per-node 2 examples/survive.py --folder ckpt

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -25,7 +26,9 @@ LAYERS = ("pure", "threads", "ranks", "cuda")
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
 OURS = pytest.StashKey[dict[str, bool]]()
 _SET_CHILD_SUBREAPER = 36
-_PATIENCE = 3.0
+_PATIENCE = 60.0
+SHARE = 3
+TOOK = Counter[str]()  # seconds, by file
 
 
 def layer_of(item: pytest.Item) -> int:
@@ -47,14 +50,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def thin(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave one in `n` cases of what is marked `wide(n)`, and the first: which ones, their names decide. All
+    """Leave one in `n` cases of what is marked `wide(n)`, and the first: which ones, their names decide. Of
+    more than three cases that start processes one in `SHARE` is left; nothing that is marked `slow` runs. All
     run with --wide, and where cases are named."""
     if config.getoption("wide") or any("::" in word for word in config.args):
         return
     kept, out, seen = list[pytest.Item](), list[pytest.Item](), set[str]()
+    cases = Counter(item.nodeid.partition("[")[0] for item in items)
     for item in items:
         mark, function = item.get_closest_marker("wide"), item.nodeid.partition("[")[0]
-        runs = mark is None or function not in seen or crc32(item.name.encode()) % mark.args[0] == 0
+        many = item.get_closest_marker("ranks") is not None and cases[function] > 3
+        share = max(mark.args[0] if mark is not None else 1, SHARE if many else 1)
+        runs = function not in seen or crc32(item.name.encode()) % share == 0
+        runs = runs and item.get_closest_marker("slow") is None
         (kept if runs else out).append(item)
         seen.add(function)
     config.hook.pytest_deselected(items=out)
@@ -84,8 +92,23 @@ def taken(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    return True if taken(item) else None  # True: there is nothing left to do for it
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    if not taken(item):
+        return None
+    # The test before left standing what this one would have needed, such as the fixtures of their folder.
+    item.session._setupstate.teardown_exact(nextitem)
+    return True  # there is nothing left to do for it
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    TOOK[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """How long each file took, for whoever started the sessions to add up."""
+    if folder := session.config.getoption("share"):
+        lines = [f"{seconds:.2f} {name}\n" for name, seconds in TOOK.items()]
+        Path(folder, f"{os.getpid()}.seconds").write_text("".join(lines))
 
 
 def pytest_collection_finish() -> None:
@@ -163,7 +186,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def disk_folder(tmp_path: Path) -> Path:
     """A folder that is not on a RAM disk, as the disk tier wants it."""
-    from zeroshard.tier.folder import RAM_DISKS, filesystem_of
+    from zeroshard.tiers.scratch_file import RAM_DISKS, filesystem_of
 
     if filesystem_of(str(tmp_path)) in RAM_DISKS:
         pytest.skip("needs a temporary folder on a disk: pytest --basetemp=…")

@@ -24,13 +24,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "src
 from plan_one import clean, load_kernels, measured, options_of, warm_up  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
-from zeroshard.tier import Copies  # noqa: E402
+from zeroshard.tiers import TierCopies  # noqa: E402
 
 
 @contextmanager
-def couriers_in_python():
+def transfer_workers_in_python():
     """Copies, waits and what lies between them as calls of threads that want the interpreter."""
-    with patch.object(Copies, "native", False):
+    with patch.object(TierCopies, "native", False):
         yield
 
 
@@ -38,7 +38,7 @@ def couriers_in_python():
 WAYS = {
     "none": (0, nullcontext),
     "now": (None, nullcontext),
-    "couriers in Python": (None, couriers_in_python),
+    "couriers in Python": (None, transfer_workers_in_python),
     "12 threads": (12, nullcontext),
     "10 threads": (10, nullcontext),
     "8 threads": (8, nullcontext),

@@ -4,18 +4,20 @@ plain PyTorch.
     python benchmarks/gpu/compare.py core            # stages 0 to 3 and FSDP2 at 1.26 B
     python benchmarks/gpu/compare.py offload-1b      # optimizer on the host
     python benchmarks/gpu/compare.py offload-7b      # the same with the GPU capped at 32 GiB
-    python benchmarks/gpu/compare.py --out FOLDER …  # also writes FOLDER/<date>-gpu-<suite>.json and .md
+    python benchmarks/gpu/compare.py --out FOLDER …  # also writes FOLDER/gpu-<suite>.json and .md
 """
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "shared"))
+from provenance import command, commit, preamble  # noqa: E402
+
 HOST, SPLIT = "zs-1:optimizer=host", "zs-1:optimizer=host,master=split"
 CORE = ("plain", "zs-0", "zs-1", "zs-2", "zs-3", HOST, "fsdp2", "zs-3:optimizer=device,master=split")
 SUITES = {
@@ -61,11 +63,6 @@ def table(rows):
     return "\n".join(lines)
 
 
-def commit():
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    return done.stdout.strip() or "unknown"
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("suites", nargs="+", choices=list(SUITES))
@@ -91,24 +88,25 @@ def write(args, suite, size, rows):
     import torch
 
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"{datetime.date.today()}-gpu-{suite}"
-    chosen = ["--systems", *args.systems] if args.systems else []
+    name = f"gpu-{suite}"
     facts = {
         "suite": suite,
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "commit": args.commit or commit(),
-        "command": " ".join(["python benchmarks/gpu/compare.py", suite, *chosen]),
+        "command": command(),
         "rows": rows,
     }
     (args.out / f"{name}.json").write_text(json.dumps(facts, indent=1))
-    head = (
-        f"# {suite}, {facts['device']}, torch {facts['torch']}, commit "
-        f"{facts['commit']}\n\n`{facts['command']}`: Llama-shaped {size}, "
-        "8 × 2048 tokens a step, recomputation per block, clipping at 1.0, medians, one process "
-        "per row in turn.\n\n"
-    )
-    (args.out / f"{name}.md").write_text(head + table(rows) + "\n")
+    known = {"hardware": facts["device"], "commit": facts["commit"]}
+    lines = [
+        *preamble(f"{suite} on one GPU", f"Llama-shaped, {size}", **known),
+        f"torch {facts['torch']}, 8 × 2048 tokens a step, recomputation per block, clipping at 1.0, medians, "
+        "one process per row in turn.",
+        "",
+        table(rows),
+    ]
+    (args.out / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@
     python benchmarks/gpu/offload.py --dry                         # every case on the CPU with a tiny model
 
 Each case is a process of its own with a time of its own. One that fails, runs out of memory or out of time
-is a row that says so, with what it had measured by then; the others go on. FOLDER/<date>-gpu-offload.json and
+is a row that says so, with what it had measured by then; the others go on. FOLDER/gpu-offload.json and
 .md are written after every case; cases of an earlier run that are in the file stay, unless they are run
 again. So a table that takes longer than one may have the machine is made in several goes.
 """
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -25,8 +24,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "shared")]
 from offload_cases import CASES, dry  # noqa: E402
+from provenance import command, commit, preamble  # noqa: E402
 
 
 def command_of(case, disk, scrap):
@@ -85,9 +85,8 @@ def report(facts):
     """All rows as Markdown."""
     rows = facts["rows"]
     lines = [
-        f"# Offload, {facts['device']}, torch {facts['torch']}, commit {facts['commit']}",
-        "",
-        f"`{facts['command']}`: Llama-shaped, 8 × 2048 tokens a backward or two of 4 × 2048, recomputation "
+        *preamble("Offload", "Llama-shaped, by row", hardware=facts["device"], commit=facts["commit"]),
+        f"torch {facts['torch']}, 8 × 2048 tokens a backward or two of 4 × 2048, recomputation "
         "per block, clip_norm 1.0 unless the row says otherwise, fp32 master and moments. Medians after two "
         "steps; one process per row.",
         "",
@@ -145,11 +144,6 @@ def micro(row):
     return [*lines, ""]
 
 
-def commit():
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    return done.stdout.strip() or "unknown"
-
-
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -171,7 +165,7 @@ def main():
     import torch
 
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"{datetime.date.today()}-{'cpu-dry' if args.dry else 'gpu'}-offload"
+    name = f"{'cpu-dry' if args.dry else 'gpu'}-offload"
     target = args.out / f"{name}.json"
     earlier = json.loads(target.read_text())["rows"] if target.exists() else {}
     on_gpu = torch.cuda.is_available() and not args.dry
@@ -179,7 +173,7 @@ def main():
         "device": torch.cuda.get_device_name(0) if on_gpu else "CPU",
         "torch": torch.__version__,
         "commit": args.commit or commit(),
-        "command": f"python benchmarks/gpu/offload.py {' '.join(args.cases)}".strip(),
+        "command": command(),
         "rows": earlier,
     }
     end = time.time() + args.seconds

@@ -101,13 +101,15 @@ CASES = {
                        ("--steps", "4", "--accum", "8")),
     "kernel": Case(
         "host update kernel", "≤ 1.1 × a copy of the same bytes", 240,
-        script=("micro_host_update.py", "--threads", "2", "16", "--numel", "67108864", "--peers", "--json"),
-        small=("micro_host_update.py", "--threads", "1", "--numel", str(1 << 18), "--rounds", "2", "--json"),
+        script=("parts/micro_host_update.py", "--threads", "2", "16", "--numel", "67108864", "--peers",
+                "--json"),
+        small=("parts/micro_host_update.py", "--threads", "1", "--numel", str(1 << 18), "--rounds",
+               "2", "--json"),
     ),
     "disk": Case(
         "disk tier, 4 GiB in pages of 256 MiB", "≥ 80 % of plain direct I/O", 150,
-        script=("micro_disk.py", "--path", "{disk}", "--gib", "4", "--json"),
-        small=("micro_disk.py", "--path", "{disk}", "--gib", "0.03", "--page-mib", "4", "--json"),
+        script=("parts/micro_disk.py", "--path", "{disk}", "--gib", "4", "--json"),
+        small=("parts/micro_disk.py", "--path", "{disk}", "--gib", "0.03", "--page-mib", "4", "--json"),
     ),
 }  # fmt: skip
 

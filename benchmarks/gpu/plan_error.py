@@ -12,7 +12,6 @@ After every case the JSON and the Markdown beside it are written anew: a run tha
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import re
@@ -25,8 +24,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from provenance import commit, hardware, version  # noqa: E402
+sys.path.insert(0, str(HERE.parent / "shared"))
+from provenance import RESULTS, command, commit, hardware, preamble, version  # noqa: E402
 
 GIB = 2**30
 BARS = {"device": 0.03, "host": 0.03, "step": 0.15}
@@ -225,10 +224,16 @@ def write(path, facts, rows):
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)
+    sizes = dict.fromkeys(str(row["size"]) for row in rows)
     text = [
-        f"# The planner against {facts['device']}",
-        "",
-        f"torch {facts['torch']}, commit {facts['commit']}, `{facts['command']}`. Llama-shaped, bf16 with "
+        *preamble(
+            f"The planner against {facts['device']}",
+            f"Llama-shaped, {', '.join(sizes)}",
+            hardware=facts["device"],
+            commit=facts["commit"],
+            command=facts["command"],
+        ),
+        f"torch {facts['torch']}. Llama-shaped, bf16 with "
         f"fp32 master and AdamW, {facts['seq']} tokens a row. Device: the allocator's most allocated bytes; "
         "host: resident memory over what the process had before. Worlds of more than one rank are simulated: "
         "nothing is sent, and their steps are predicted for links that take no time.",
@@ -268,13 +273,13 @@ def main(argv=None):
     import torch
 
     name = torch.cuda.get_device_name(0) if args.device == "cuda" else hardware()
-    path = args.out or HERE.parent / "results" / f"{datetime.date.today()}-{args.device}-plan-error.json"
+    path = args.out or RESULTS / f"{args.device}-plan-error.json"
     known = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
     rows, source = {key(row): row for row in known}, args.commit or commit()
     facts = {
         "device": name,
         "torch": version("torch"),
-        "command": "python benchmarks/gpu/plan_error.py",
+        "command": command(),
         "seq": args.seq,
     }
     left = [case for case in cases(args) if "measured" not in rows.get(key(case), {}) or args.again]

@@ -27,16 +27,22 @@ from llama import LM, SIZES, VOCAB, Block  # noqa: E402
 from peak_blocks import PeakBlocks  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
-from zeroshard.planning.answer import inquire  # noqa: E402
-from zeroshard.planning.measure import here  # noqa: E402
-from zeroshard.planning.planner import all_candidates  # noqa: E402
+from zeroshard.planner.answer import problem_of  # noqa: E402
+from zeroshard.planner.candidates import all_candidates  # noqa: E402
+from zeroshard.runtime.measure import here  # noqa: E402
 from zeroshard.testing import PeakBytes  # noqa: E402
 
 # Far above all norms here. Near its limit updates wait for the norm, which no plan foresees.
 CLIP = 100.0
 ROOM = 0.92  # of the device: what a case may be predicted to take
 MOST_WARM, SECONDS = 8, 1.5  # steps before those that count, and how long these go on at least
-NO_LINKS = {"link": 1e18, "network": 1e18, "latency": 0.0}  # of a simulated world
+NO_LINKS = {
+    "link": 1e18,
+    "network": 1e18,
+    "latency": 0.0,
+    "hop": 0.0,
+    "node_hop": 0.0,
+}  # of a simulated world
 ON_DEVICE = ("parameters", "gradients", "state", "gathered", "buckets")
 
 
@@ -78,10 +84,10 @@ def predicted(case, rows, options, machine, memory):
     ids = torch.empty(rows, case["seq"], dtype=torch.int64, device="meta")
     model = meta_model(case["size"])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    question = inquire(
+    problem = problem_of(
         model, optimizer, ranks=case["world"], limit=memory, batch=(ids, ids), machine=machine, **options
-    ).question
-    return next(iter(all_candidates(question)))
+    ).problem
+    return next(iter(all_candidates(problem)))
 
 
 def fitting_rows(case, options, machine, memory):

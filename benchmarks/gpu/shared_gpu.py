@@ -1,6 +1,6 @@
 """Several ranks on one GPU, over NCCL through the loopback interface: ZeroShard, DDP and FSDP2, in turn.
 
-    python benchmarks/gpu/shared_gpu.py --out FOLDER    # also writes FOLDER/<date>-gpu-nccl.json and .md
+    python benchmarks/gpu/shared_gpu.py --out FOLDER    # also writes FOLDER/gpu-nccl.json and .md
 
 NCCL takes ranks for different hosts if they say so (see `zeroshard.testing.Ranks`), and then lets them share
 a GPU. Its links are sockets of one host, so times say how much of the traffic is hidden behind computation
@@ -11,11 +11,9 @@ and how much memory it takes; they are not those of GPUs with links of their own
 """
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "shared"), str(HERE.parents[1] / "src")]
 from llama import LM, VOCAB, nparams  # noqa: E402
+from provenance import commit, preamble  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
 from zeroshard.testing import Ranks  # noqa: E402
@@ -130,19 +129,19 @@ def main():
             rows.append({"round": number, "system": system} | found[0] | {"steps": slowest, "losses": mean})
             print(system, *(f"{1e3 * step:.0f}" for step in slowest), flush=True)
     pool.stop()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     facts = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "ranks": asked.ranks,
         "model": f"{nparams(asked.size) / 1e6:.0f} M parameters, {asked.rows} x {asked.seq} tokens a rank",
     }
-    said = ["# Several ranks on one GPU, over NCCL", "", *(f"- {k}: {v}" for k, v in facts.items()), ""]
+    known = {"hardware": f"{facts['device']}, one for {asked.ranks} ranks", "commit": facts["commit"]}
+    said = preamble("Several ranks on one GPU, over NCCL", facts["model"], **known)
     text = "\n".join([*said, *table(rows)]) + "\n"
     print(text)
     if asked.out:
-        name = Path(asked.out) / f"{datetime.date.today().isoformat()}-gpu-nccl.json"
+        name = Path(asked.out) / "gpu-nccl.json"
         name.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
         name.with_suffix(".md").write_text(text)
 

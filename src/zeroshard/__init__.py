@@ -10,11 +10,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .launch.leaving import speak_at_the_end
+from zeroshard.launch.rank import speak_at_the_end
 
 if TYPE_CHECKING:
+    from zeroshard.public import __all__ as __all__
+
     from .public import *  # noqa: F403
-    from .public import __all__ as __all__
 
 __version__ = "0.1.0"
 

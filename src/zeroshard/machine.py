@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .errors import OptionError, did_you_mean
-from .fields import check_fields
+from zeroshard.errors import OptionError, did_you_mean
+from zeroshard.field_checks import check_fields
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,13 @@ class Machine:
       `network`: a device's share of what its node sends to others. `disk_rate`: bytes a second that a node's
       disk reads or writes.
     - `node`: devices of one node. `cores`: of the host, for each device. `latency`: seconds that an exchange
-      takes beside its bytes.
+      takes beside its bytes; `hop`, `node_hop`: those that a shard takes from one device of a ring to the
+      next, and to one of another node.
+    - `context`: bytes that CUDA and its kernels take of the device before anything of a model is there;
+      `channels`: those of NCCL between ranks. Zero unless a limit is the whole of a device (`whole`).
     - `workspace`: bytes that the device's matrix products keep for themselves; `margin`: what its allocator
-      takes beside what is asked of it, as a share. Measured (see `measure`), and zero where nothing was.
+      takes beside what is asked of it, as a share. Measured (see `measure`), and zero where nothing was,
+      unless a limit is the whole of a device.
     - `gap`: seconds that a kernel of the device takes beside its work. `launch`: seconds of the training
       thread to have one launched; `drag`: by which share of that it takes longer while threads of the host
       update, because they share its cores' caches and the way to memory.
@@ -52,11 +56,18 @@ class Machine:
     efficiency: float = 0.6  # fitted to runs on an H200
     back_efficiency: float = 0.0  # not measured: as `efficiency`
     latency: float = 20e-6
+    hop: float = (
+        1.9e-6  # as `node_hop`: what NCCL's tuning model has for rings of LL128 (src/graph/tuning.cc)
+    )
+    node_hop: float = 4.0e-6
     gap: float = 5e-6
     launch: float = 33e-6  # as `drag`: measured on hosts of an H200
     drag: float = 0.3
     margin: float = 0.0
     workspace: int = 0
+    context: int = 0
+    channels: int = 0
+    allocator: str = ""  # the settings that the margin was measured with
     source: str = ""
     gpu: bool = True
 
@@ -66,6 +77,17 @@ class Machine:
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)!r} of a machine must be above zero.")
 
+    def whole(self) -> Machine:
+        """The same where a plan may take all of the memory that the device reports, so that what is not for
+        tensors counts as well: as measured on an H200, where this has no figures of its own."""
+        return replace(
+            self,
+            context=self.context or _CONTEXT,
+            channels=self.channels or _CHANNELS,
+            workspace=self.workspace or (_WORKSPACE if self.name in _HOPPER_ON else _SMALL_WORKSPACE),
+            margin=self.margin or _MARGIN,
+        )
+
 
 # What times are found by.
 _RATES = (
@@ -74,11 +96,20 @@ _RATES = (
 )
 
 
-def _gpu(name: str, gib: int, rates: tuple[float, float, float, float, float], source: str) -> Machine:
+# Measured on an H200 (torch 2.11, CUDA 13.0): after steps of a bf16 layer, and with a communicator of NCCL;
+# and what torch's allocator took beside what a stack of blocks asked of it.
+_CONTEXT, _CHANNELS, _MARGIN = 768 * 2**20, 560 * 2**20, 0.015
+# What cuBLAS keeps for the thread of forward and for that of backward: 32 MiB each from Hopper on (measured),
+# else torch's own default of 2 x 4 MiB and 8 x 16 KiB.
+_WORKSPACE, _SMALL_WORKSPACE = 2 * 2**25, 2 * (2 * 2**22 + 8 * 2**14)
+_HOPPER_ON = ("H100", "H200", "B200")
+
+
+def _gpu(name: str, gib: float, rates: tuple[float, float, float, float, float], source: str) -> Machine:
     half, full, memory, pcie, link = rates
     return Machine(
         name=name,
-        memory=gib * 2**30,
+        memory=int(gib * 2**30),
         half=half * 1e12,
         full=full * 1e12,
         memory_rate=memory * 1e9,
@@ -89,23 +120,26 @@ def _gpu(name: str, gib: int, rates: tuple[float, float, float, float, float], s
 
 
 _HALVED = "half of the figures with sparsity"
-# name, GiB; 16-bit and fp32 TFLOP/s, then GB/s: memory, and in one direction PCIe and device link
+# name, GiB as torch reports them (the least seen);
+# 16-bit and fp32 TFLOP/s, then GB/s: memory, and in one direction PCIe and device link
 _TABLE = (
-    _gpu("V100", 32, (125, 15.7, 900, 16, 150), "NVIDIA V100 data sheet (SXM2)"),
-    _gpu("T4", 15, (65, 8.1, 320, 16, 16), "NVIDIA T4 data sheet"),
-    _gpu("A100-40", 40, (312, 19.5, 1555, 32, 300), "NVIDIA A100 data sheet (SXM4)"),
-    _gpu("A100", 80, (312, 19.5, 2039, 32, 300), "NVIDIA A100 80GB data sheet (SXM4)"),
-    _gpu("A10", 22, (125, 31.2, 600, 32, 32), "NVIDIA A10 data sheet"),
-    _gpu("L4", 22, (121, 30.3, 300, 32, 32), f"NVIDIA L4 data sheet ({_HALVED})"),
-    _gpu("L40S", 44, (362, 91.6, 864, 32, 32), f"NVIDIA L40S data sheet ({_HALVED})"),
-    _gpu("RTX3090", 24, (71, 35.6, 936, 32, 32), "NVIDIA Ampere GA102 white paper (fp32 accumulation)"),
-    _gpu("RTX4090", 24, (165, 82.6, 1008, 32, 32), "NVIDIA Ada white paper (fp32 accumulation)"),
-    _gpu("H100", 80, (989, 67, 3350, 64, 450), f"NVIDIA H100 data sheet (SXM5, {_HALVED})"),
-    _gpu("H200", 140, (989, 67, 4800, 64, 450), f"NVIDIA H200 data sheet (SXM, {_HALVED})"),
-    _gpu("B200", 179, (2250, 75, 7700, 64, 900), f"NVIDIA DGX B200 data sheet, an eighth ({_HALVED})"),
-    _gpu("MI300X", 191, (1307, 163.4, 5300, 64, 448), "AMD Instinct MI300X data sheet"),
+    _gpu("V100", 31.73, (125, 15.7, 900, 16, 150), "NVIDIA V100 data sheet (SXM2)"),
+    _gpu("T4", 14.56, (65, 8.1, 320, 16, 16), "NVIDIA T4 data sheet"),
+    _gpu("A100-40", 39.39, (312, 19.5, 1555, 32, 300), "NVIDIA A100 data sheet (SXM4)"),
+    _gpu("A100", 79.15, (312, 19.5, 2039, 32, 300), "NVIDIA A100 80GB data sheet (SXM4)"),
+    _gpu("A10", 21.98, (125, 31.2, 600, 32, 32), "NVIDIA A10 data sheet"),
+    _gpu("L4", 21.95, (121, 30.3, 300, 32, 32), f"NVIDIA L4 data sheet ({_HALVED})"),
+    _gpu("L40S", 44.39, (362, 91.6, 864, 32, 32), f"NVIDIA L40S data sheet ({_HALVED})"),
+    _gpu("RTX3090", 23.56, (71, 35.6, 936, 32, 32), "NVIDIA Ampere GA102 white paper (fp32 accumulation)"),
+    _gpu("RTX4090", 23.52, (165, 82.6, 1008, 32, 32), "NVIDIA Ada white paper (fp32 accumulation)"),
+    _gpu("H100", 79.1, (989, 67, 3350, 64, 450), f"NVIDIA H100 data sheet (SXM5, {_HALVED})"),
+    _gpu("H200", 139.72, (989, 67, 4800, 64, 450), f"NVIDIA H200 data sheet (SXM, {_HALVED})"),
+    _gpu("B200", 178.35, (2250, 75, 7700, 64, 900), f"NVIDIA DGX B200 data sheet, an eighth ({_HALVED})"),
+    _gpu("MI300X", 191.45, (1307, 163.4, 5300, 64, 448), "AMD Instinct MI300X data sheet"),
 )
-GPUS = {machine.name: machine for machine in _TABLE}
+# Fitted to published runs of Llama 3.1 8 B by torchtitan, eager (docs/planning.md).
+FITTED = {"H100": 0.425}
+GPUS = {m.name: replace(m, efficiency=FITTED.get(m.name, m.efficiency)) for m in _TABLE}
 
 # Bytes a second in one direction of a device's own port.
 NETWORKS = {

@@ -1,10 +1,11 @@
 """The public names: what `import zeroshard as zs` offers, loaded at the first use of any of them."""
 
-from .api import Run, shard
-from .checkpoint import latest
-from .codec import Cast, Codec, Delta, Int4, Int8, LowRank, OneBit, Rows, Ternary, TopK, TwoBit
-from .config import Options, Precision
-from .errors import (
+from zeroshard import compress
+from zeroshard.api import Run, register_forward_method, shard
+from zeroshard.checkpoint import Weights, latest
+from zeroshard.compress import *  # noqa: F403
+from zeroshard.convert import from_deepspeed
+from zeroshard.errors import (
     CheckpointError,
     ModelError,
     OptionError,
@@ -14,46 +15,39 @@ from .errors import (
     TierError,
     ZeroShardError,
 )
-from .launch.job import PREEMPTED
-from .offload import Offload
-from .planning.answer import plan
-from .planning.plan import Plan
-from .policy import Adaptive, Delayed, EveryStep, Local, Nesterov
-from .stats import Stats
+from zeroshard.launch.job import PREEMPTED
+from zeroshard.options import Offload, Options, Precision
+from zeroshard.planner.answer import plan
+from zeroshard.planner.plan import Plan
+from zeroshard.runtime.stats import Stats
+from zeroshard.sync_policies import Adaptive, Delayed, EveryStep, Local, Nesterov
 
 __all__ = [
     "PREEMPTED",
     "Adaptive",
-    "Cast",
     "CheckpointError",
-    "Codec",
     "Delayed",
-    "Delta",
     "EveryStep",
-    "Int4",
-    "Int8",
     "Local",
-    "LowRank",
     "ModelError",
     "Nesterov",
     "Offload",
-    "OneBit",
     "OptionError",
     "Options",
     "Plan",
     "PlanError",
     "Precision",
     "RankError",
-    "Rows",
     "Run",
     "StateError",
     "Stats",
-    "Ternary",
     "TierError",
-    "TopK",
-    "TwoBit",
+    "Weights",
     "ZeroShardError",
+    "from_deepspeed",
     "latest",
     "plan",
+    "register_forward_method",
     "shard",
 ]
+__all__ += compress.__all__

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import OptionError, PlanError
-from .planning.answer import Inquiry, PlanKeys, inquire
-from .planning.batch import with_rows
-from .planning.choice import choose, fitting, refusal, smallest
-from .planning.plan import Plan
-from .planning.planner import all_candidates
-from .planning.question import Question
+from zeroshard.errors import OptionError, PlanError
+from zeroshard.planner.answer import AllPlanArguments, ModelProblem, problem_of
+from zeroshard.planner.candidates import all_candidates
+from zeroshard.planner.choice import choose, fitting, refusal, smallest
+from zeroshard.planner.plan import Plan
+from zeroshard.planner.planning_problem import PlanningProblem
+from zeroshard.planner.signatures import with_rows
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 MOST_ROWS, MOST_RANKS, MOST_SIZE = 2**20, 2**16, 2**16
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The largest or smallest `value` of what was searched, and its plan. `bounded`: the search ended at a
     bound of its own, not because the next value does not fit."""
 
@@ -42,8 +42,12 @@ class Found:
 
 
 def largest_batch(
-    model: nn.Module, optimizer: Optimizers = None, *, ranks: int | None = None, **asked: Unpack[PlanKeys]
-) -> Found:
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    ranks: int | None = None,
+    **asked: Unpack[AllPlanArguments],
+) -> SearchResult:
     """The most rows of a micro-batch that fit. `batch` gives the shape of the others; the rest is asked as
     of `plan`.
 
@@ -57,8 +61,8 @@ def largest_batch(
     if batch is None:
         raise OptionError("a search for the largest micro-batch needs batch=, of any number of rows.")
 
-    def ask(rows: int) -> Inquiry:
-        return inquire(model, optimizer, ranks=ranks, **(asked | {"batch": with_rows(batch, rows)}))
+    def ask(rows: int) -> ModelProblem:
+        return problem_of(model, optimizer, ranks=ranks, **(asked | {"batch": with_rows(batch, rows)}))
 
     return _largest("largest micro-batch", ask, 1, MOST_ROWS, "a micro-batch of 1 row")
 
@@ -69,8 +73,8 @@ def largest_model(
     low: int = 1,
     high: int = MOST_SIZE,
     ranks: int | None = None,
-    **asked: Unpack[PlanKeys],
-) -> Found:
+    **asked: Unpack[AllPlanArguments],
+) -> SearchResult:
     """The largest model of a family that fits: `build(size)` makes one, and is called on the meta device.
 
     >>> import torch
@@ -82,17 +86,21 @@ def largest_model(
     if not callable(build):
         raise OptionError(f"largest_model({build!r}) takes a function of a size that makes a model of it.")
 
-    def ask(size: int) -> Inquiry:
+    def ask(size: int) -> ModelProblem:
         with torch.device("meta"):
             model = build(size)
-        return inquire(model, ranks=ranks, **asked)
+        return problem_of(model, ranks=ranks, **asked)
 
     return _largest("largest size", ask, low, high, f"size {low:,}, the smallest to try,")
 
 
 def fewest_ranks(
-    model: nn.Module, optimizer: Optimizers = None, *, most: int = MOST_RANKS, **asked: Unpack[PlanKeys]
-) -> Found:
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    most: int = MOST_RANKS,
+    **asked: Unpack[AllPlanArguments],
+) -> SearchResult:
     """The smallest number of ranks on which the model fits.
 
     >>> import torch
@@ -106,10 +114,10 @@ def fewest_ranks(
             "a search for the fewest ranks finds how many nodes it takes: leave nodes= out, and pass "
             "ranks_per_node= for nodes of another size."
         )
-    inquiry = inquire(model, optimizer, ranks=most, **asked)
+    model_problem = problem_of(model, optimizer, ranks=most, **asked)
 
-    def at(ranks: int) -> Question:
-        return inquiry.question.on(ranks)
+    def at(ranks: int) -> PlanningProblem:
+        return model_problem.problem.on(ranks)
 
     low, high = 0, 1
     while not fitting(at(high)):
@@ -119,10 +127,10 @@ def fewest_ranks(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fitting(at(middle)) else (middle, high)
-    return Found("fewest ranks", high, inquiry.named(choose(at(high))))
+    return SearchResult("fewest ranks", high, model_problem.named(choose(at(high))))
 
 
-def _nowhere(most: int, at: Callable[[int], Question]) -> str:
+def _nowhere(most: int, at: Callable[[int], PlanningProblem]) -> str:
     """Why no number of ranks is enough, by the one of those tried that came nearest: more ranks do not always
     take less, since a wire has at least a row of a parameter for each."""
     worlds = [*(2**n for n in range(most.bit_length()) if 2**n < most), most]
@@ -132,19 +140,19 @@ def _nowhere(most: int, at: Callable[[int], Question]) -> str:
     return f"nothing up to {most:,} ranks is enough. On {nearest}, {refusal(at(ranks), made[ranks])}"
 
 
-def _largest(what: str, ask: Callable[[int], Inquiry], low: int, high: int, least: str) -> Found:
+def _largest(what: str, ask: Callable[[int], ModelProblem], low: int, high: int, least: str) -> SearchResult:
     """`least`: what `low` is, in words."""
-    if not fitting(ask(low).question):
+    if not fitting(ask(low).problem):
         try:
             ask(low).plan()
         except PlanError as error:
             raise PlanError(f"not even {least} fits: {error}") from error
     good, bad = low, min(2 * low, high)
-    while bad < high and fitting(ask(bad).question):
+    while bad < high and fitting(ask(bad).problem):
         good, bad = bad, min(2 * bad, high)
-    if bad == high and fitting(ask(high).question):
-        return Found(what, high, ask(high).plan(), bounded=True)
+    if bad == high and fitting(ask(high).problem):
+        return SearchResult(what, high, ask(high).plan(), bounded=True)
     while bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if fitting(ask(middle).question) else (good, middle)
-    return Found(what, good, ask(good).plan())
+        good, bad = (middle, bad) if fitting(ask(middle).problem) else (good, middle)
+    return SearchResult(what, good, ask(good).plan())

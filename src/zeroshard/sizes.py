@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import OptionError
+from zeroshard.errors import OptionError
 
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b?)\s*", re.IGNORECASE)
 _SCALE = {

@@ -2,34 +2,35 @@
 here imports it.
 
 A checkpoint is a folder of safetensors files and a manifest, and it exists if and only if its manifest does.
-
-Who is imported by whom: `elements`, `wording`, `plainjson`, `disk`, `progress` → `records`, `ranges`,
-`values`, `blocks` → `tensorfile` → `manifest` → `claim` → `shelf` → `reader`, `agree` → `saving`, `loading`,
-`verifying`, `exporting` → `staging`, `background`, `distcp`, `sources`.
+The format: `records`, `ranges`, `values`, `dtypes`, `tensor_file`, `manifest`, and `untrusted` for what a
+file may claim. The folder: `durable_files`, `directory`, `locks`. What is done with it: `saving`, `staging`,
+`pacing`, `background`; `loading`, `verifying`, `exporting`; `sources` and `weights` read the files of others.
 """
 
 from .background import PendingSave, Saver
-from .exporting import Exported, export
+from .directory import clean, latest
+from .exporting import ExportResult, export
 from .loading import load
 from .manifest import Manifest, read_manifest
-from .records import Alone, Held, Loaded, Peers, Saved, Snapshot
+from .records import HeldRows, LoadResult, NoPeers, RunSnapshot, SavePeers, SaveResult
 from .saving import save
-from .shelf import clean, latest
 from .sources import import_weights
-from .verifying import Report, verify
+from .verifying import VerifyReport, verify
+from .weights import Weights
 
 __all__ = [
-    "Alone",
-    "Exported",
-    "Held",
-    "Loaded",
+    "NoPeers",
+    "ExportResult",
+    "HeldRows",
+    "LoadResult",
     "Manifest",
-    "Peers",
+    "SavePeers",
     "PendingSave",
-    "Report",
-    "Saved",
+    "VerifyReport",
+    "SaveResult",
     "Saver",
-    "Snapshot",
+    "RunSnapshot",
+    "Weights",
     "clean",
     "export",
     "import_weights",

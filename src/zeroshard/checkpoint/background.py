@@ -1,4 +1,4 @@
-"""Saves that go on beside training, and the one object of a run that remembers how the last of them went."""
+"""Runs saves beside training, and remembers for a run how the last of them went."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from zeroshard.errors import CheckpointError, OptionError, ZeroShardError
-from zeroshard.life.guard import Guarded
+from zeroshard.params.sharded_param import GuardedState
 
-from .progress import Progress
-from .records import Peers, Saved, Snapshot
-from .saving import Drawn, Job
-from .staging import Staging
-from .turns import beside
+from .locks import RunFolders
+from .pacing import CopyProgress, beside
+from .records import RunSnapshot, SavePeers, SaveResult
+from .saving import SaveJob, SavePlan
+from .staging import SaveStaging
 
 log = logging.getLogger("zeroshard")
 
@@ -22,14 +22,14 @@ log = logging.getLogger("zeroshard")
 class PendingSave:
     """A save under way in a thread. Python waits for it when the process ends, unless it is killed."""
 
-    def __init__(self, job: Job, staging: Staging, writer: ThreadPoolExecutor) -> None:
+    def __init__(self, job: SaveJob, staging: SaveStaging, writer: ThreadPoolExecutor) -> None:
         self.path: Path = job.target
-        self._progress = Progress()
-        self._saved: Saved | None = None
+        self._progress = CopyProgress()
+        self._saved: SaveResult | None = None
         self._error: Exception | None = None
         self._ended = writer.submit(self._run, job, staging)
 
-    def _run(self, job: Job, staging: Staging) -> None:
+    def _run(self, job: SaveJob, staging: SaveStaging) -> None:
         try:
             with beside(lambda: self._progress.hurried):
                 job.stage(staging, self._progress)
@@ -53,11 +53,11 @@ class PendingSave:
         """Return once all that is saved has been copied, so that it may change. Call it before an update."""
         self._progress.wait()
 
-    def copied_of(self, owner: Guarded | None) -> None:
+    def copied_of(self, owner: GuardedState | None) -> None:
         """Return once all that `owner` changes has been copied; it is copied next."""
         self._progress.wait_of(owner)
 
-    def wait(self, timeout: float | None = None) -> Saved:
+    def wait(self, timeout: float | None = None) -> SaveResult:
         """The finished save, or its error."""
         if timeout is not None and not isinstance(timeout, (int, float)):
             raise OptionError(f"wait(timeout={timeout!r}): pass a number of seconds, or None.")
@@ -84,29 +84,31 @@ class Saver:
     Every rank makes the same calls in the same order.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, peers: SavePeers, folders: RunFolders | None = None) -> None:
+        self.peers, self._folders = peers, folders
         self.pending: PendingSave | None = None
-        self.staging = Staging()
-        self._drawn = Drawn()
+        self.staging = SaveStaging()
+        self._save_plan = SavePlan()
         # One thread for all saves: to start one takes longer than all else that a caller waits for.
         self._writer = ThreadPoolExecutor(1, "save")
 
     def save(
         self,
         path: str | os.PathLike[str],
-        snapshot: Snapshot,
+        snapshot: RunSnapshot,
         *,
         keep: int | None = None,
         background: bool = False,
-    ) -> Saved | PendingSave:
+        overwrite: bool = True,
+    ) -> SaveResult | PendingSave:
         """Save now; or, with `background`, copy what this rank will write, and write the copy, in a thread.
 
         The caller promises to call `PendingSave.copied` before it changes anything of what is saved, or
         `copied_of` before it changes what is of one owner.
         """
         failure = self._settle()
-        job = Job(path, snapshot, self.peers, keep, background, self._drawn)
+        job = SaveJob(path, snapshot, self.peers, keep, background, self._save_plan, overwrite)
+        job.folders = self._folders
         job.after_failure = failure
         if not background:
             return job.run()
@@ -114,7 +116,7 @@ class Saver:
         self.pending = PendingSave(job, self.staging, self._writer)
         return self.pending
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SaveResult | None:
         """Wait for the save under way, if any; raises its error."""
         pending, self.pending = self.pending, None
         return pending.wait() if pending is not None else None
@@ -122,7 +124,7 @@ class Saver:
     def close(self) -> None:
         """Let go of the thread and the copy. What is under way is finished first."""
         self._writer.shutdown()
-        self.staging = Staging()
+        self.staging = SaveStaging()
 
     def _settle(self) -> str | None:
         pending, self.pending = self.pending, None

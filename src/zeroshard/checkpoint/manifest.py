@@ -1,45 +1,44 @@
-"""The manifest: what a checkpoint holds, where each row lies, and the checksums that prove it.
+"""Writes and proves the manifest: what a checkpoint holds, where each row lies, and the checksums of all.
 
 The text is one JSON object whose first line is its *head*, so that a folder of many checkpoints is listed
 without parsing them. ``checksum`` is the CRC-32 of all the text with its own eight digits set to zero.
-Everything read is proven before it is believed: see `decode`.
-"""
+Everything read is proven before it is believed: see `decode`."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import sys
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from zeroshard.errors import CheckpointError
 
-from .blocks import read_into
-from .elements import SIZE, height, row_bytes
-from .plainjson import dump, parse
+from .dtypes import SIZE, height, row_bytes
+from .pacing import gently
 from .ranges import block_rows
 from .records import slot
-from .tensorfile import open_regular
-from .turns import gently
-from .wording import quoted
+from .tensor_file import open_regular, read_into
+from .untrusted import dump, parse, quoted
 
 NAME = "manifest.json"
 FORMAT = "zeroshard-checkpoint"
 VERSION = 1
 LIMIT = 64 << 20  # bytes of a manifest
 _HEAD_LIMIT = 4096
+_COUNTS = 1 << 60  # what a number of elements or bytes is below
 _YEAR_9999 = 2.5e11  # seconds; NaN is below nothing
 _START = b'{"checksum":"'
 _BLANK = b"00000000"
 RANK_FILE = re.compile(r"rank-\d{5,9}-of-\d{5,9}(-\d{4,9})?\.safetensors", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Span:
+@dataclass(frozen=True, slots=True)
+class RowSpan:
     """Rows [start, stop) of a tensor, from byte `offset` of file number `file`, one checksum per block."""
 
     start: int
@@ -52,21 +51,21 @@ class Span:
         return int.from_bytes(self.sums[4 * block : 4 * block + 4], "big")
 
 
-@dataclass(frozen=True)
-class Entry:
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
     """One tensor: its spans are sorted, disjoint and cover all its rows."""
 
     kind: str
     name: str
     shape: tuple[int, ...]
     dtype: str
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         return row_bytes(self.shape, self.dtype)
 
-    @cached_property
+    @property
     def height(self) -> int:
         return height(self.shape)
 
@@ -74,7 +73,7 @@ class Entry:
     def bytes(self) -> int:
         return self.height * self.row_bytes
 
-    def same_as(self, other: Entry) -> bool:
+    def same_as(self, other: TensorEntry) -> bool:
         """Whether both hold the same, by their checksums: a tied weight that was stored under two names."""
         mine, theirs = ([(s.start, s.stop, s.sums) for s in each.spans] for each in (self, other))
         return (self.shape, self.dtype, mine) == (other.shape, other.dtype, theirs)
@@ -83,7 +82,7 @@ class Entry:
         """The shape of `count` of its rows."""
         return (count, *self.shape[1:]) if self.shape else ()
 
-    def key(self, span: Span) -> str:
+    def key(self, span: RowSpan) -> str:
         """The name of a span inside its file."""
         return f"{self.kind}:{self.name}[{span.start}:{span.stop}]"
 
@@ -96,7 +95,7 @@ class RankFile:
 
 
 @dataclass(frozen=True)
-class Head:
+class ManifestHead:
     """What a listing needs. `serial` grows by one with each save into a folder, so order does not hang on
     clocks."""
 
@@ -107,30 +106,30 @@ class Head:
 
 @dataclass(frozen=True)
 class Manifest:
-    head: Head
+    head: ManifestHead
     world: int
     block: int
     versions: dict[str, str]
     files: tuple[RankFile, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     values: Any
     own: tuple[Any, ...]
     checksum: str = ""
 
     @cached_property
-    def by_slot(self) -> dict[tuple[str, str], Entry]:
+    def by_slot(self) -> dict[tuple[str, str], TensorEntry]:
         return {slot(entry.kind, entry.name): entry for entry in self.entries}
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
-    def in_file(self, number: int) -> list[tuple[Entry, Span]]:
+    def in_file(self, number: int) -> list[tuple[TensorEntry, RowSpan]]:
         return self._by_file.get(number, [])
 
     @cached_property
-    def _by_file(self) -> dict[int, list[tuple[Entry, Span]]]:
-        found: dict[int, list[tuple[Entry, Span]]] = {}
+    def _by_file(self) -> dict[int, list[tuple[TensorEntry, RowSpan]]]:
+        found: dict[int, list[tuple[TensorEntry, RowSpan]]] = {}
         for entry in self.entries:
             for span in entry.spans:
                 found.setdefault(span.file, []).append((entry, span))
@@ -147,29 +146,25 @@ def encode(manifest: Manifest) -> bytes:
         "saved_at": manifest.head.saved_at,
         "step": manifest.head.step,
     }
-    entries = (
-        [
-            e.kind,
-            e.name,
-            list(e.shape),
-            e.dtype,
-            [[s.start, s.stop, s.file, s.offset, s.sums.hex()] for s in e.spans],
-        ]
-        for e in gently(manifest.entries)
-    )
-    body = (
+    text = bytearray(
+        f"{dump(head)[:-1]},\n"
         f'"world":{manifest.world},"block":{manifest.block},"versions":{dump(manifest.versions)},\n'
         f'"values":{dump(manifest.values)},\n"own":{dump(list(manifest.own))},\n'
         f'"files":{dump([[f.name, f.bytes, f"{f.header_sum:08x}"] for f in manifest.files])},\n'
-        '"entries":[\n' + ",\n".join(dump(entry) for entry in entries) + "\n]}\n"
+        '"entries":['.encode("ascii")
     )
-    text = (dump(head)[:-1] + ",\n" + body).encode("ascii")
+    for number, e in enumerate(gently(manifest.entries)):
+        spans = [[s.start, s.stop, s.file, s.offset, s.sums.hex()] for s in e.spans]
+        text += b",\n" if number else b"\n"
+        text += dump([e.kind, e.name, list(e.shape), e.dtype, spans]).encode("ascii")
+    text += b"\n]}\n"
     if len(text) > LIMIT:
         raise CheckpointError(f"the manifest would have {len(text)} bytes; at most {LIMIT} are read back.")
-    return _START + f"{zlib.crc32(text):08x}".encode() + text[len(_START) + len(_BLANK) :]
+    text[len(_START) : len(_START) + len(_BLANK)] = f"{zlib.crc32(text):08x}".encode()
+    return bytes(text)
 
 
-def read_head(folder: Path) -> Head:
+def read_head(folder: Path) -> ManifestHead:
     """The first line of a checkpoint's manifest. Its checksum is not proven: for listing only."""
     raw, where = _read(folder, _HEAD_LIMIT), str(folder / NAME)
     line = raw.split(b"\n", 1)[0]
@@ -226,12 +221,15 @@ def decode(raw: bytes, where: str) -> Manifest:
             f"{where} does not match its own checksum: it was edited or damaged. Restore it from a copy, or "
             "load another."
         )
-    check = Check(where)
+    check = BlockCheck(where)
     files = tuple(check.rank_file(item) for item in check.list(data, "files"))
     check.that(len({file.name for file in files}) == len(files), "names a file twice")
     block = check.count(data.get("block"), "block")
     check.that(1 <= block <= 1 << 26, f"has the impossible block size {block}")
-    entries = tuple(check.entry(item, files, block) for item in check.list(data, "entries"))
+    items = check.list(data, "entries")
+    data["entries"] = None
+    items.reverse()
+    entries = tuple(check.entry(items.pop(), files, block) for _ in range(len(items)))  # let go one by one
     check.that(len({slot(e.kind, e.name) for e in entries}) == len(entries), "names a tensor twice")
     versions = data.get("versions")
     check.that(
@@ -244,10 +242,10 @@ def decode(raw: bytes, where: str) -> Manifest:
     return Manifest(head, world, block, dict(versions or {}), files, entries, data["values"], own, found)
 
 
-def _head(data: Any, where: str) -> Head:
+def _head(data: Any, where: str) -> ManifestHead:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not the manifest of a ZeroShard checkpoint.")
-    check = Check(where)
+    check = BlockCheck(where)
     version = check.count(data.get("version"), "version")
     if version > VERSION:
         raise CheckpointError(
@@ -259,21 +257,25 @@ def _head(data: Any, where: str) -> Head:
     check.that(0 <= when < _YEAR_9999, "has an odd time")
     check.that(isinstance(data.get("checksum"), str), "has no checksum")
     step = None if step is None else check.count(step, "step")
-    return Head(check.count(data.get("serial"), "serial"), when, step)
+    return ManifestHead(check.count(data.get("serial"), "serial"), when, step)
 
 
 @dataclass(frozen=True)
-class Check:
-    """Proves pieces of data from a manifest named `where`."""
+class BlockCheck:
+    """Proves blocks of data from a manifest named `where`."""
 
     where: str
 
     def that(self, holds: bool, otherwise: str) -> None:
         if not holds:
-            raise CheckpointError(f"{self.where} {otherwise}. It is damaged or was not written by ZeroShard.")
+            self.refuse(otherwise)
+
+    def refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self.where} {why}. It is damaged or was not written by ZeroShard.")
 
     def count(self, value: Any, what: str) -> int:
-        self.that(type(value) is int and 0 <= value < 1 << 60, f"has a {what} that is no count")
+        if not (type(value) is int and 0 <= value < _COUNTS):
+            self.refuse(f"has a {what} that is no count")
         return int(value)
 
     def list(self, data: Any, key: str) -> list[Any]:
@@ -298,36 +300,53 @@ class Check:
         except ValueError:
             raise CheckpointError(f"{self.where} has a checksum that is not hexadecimal.") from None
 
-    def entry(self, item: Any, files: tuple[RankFile, ...], block: int) -> Entry:
+    def entry(self, item: Any, files: tuple[RankFile, ...], block: int) -> TensorEntry:
         self.that(isinstance(item, list) and len(item) == 5, "has a malformed tensor")
         kind, name, shape, dtype, spans = item
         named = isinstance(kind, str) and isinstance(name, str) and bool(kind) and bool(name)
         self.that(named, "has a nameless tensor")
-        label = quoted(name)
-        self.that(isinstance(shape, list) and len(shape) <= 32, f"has an odd shape for {label}")
-        dims = tuple(self.count(dim, f"shape of {label}") for dim in shape)
-        self.that(isinstance(dtype, str) and dtype in SIZE, f"has an unknown dtype for {label}")
-        elements = math.prod(dim for dim in dims if dim)
-        self.that(elements < 1 << 60, f"has the impossible shape {dims} for {label}")
-        self.that(isinstance(spans, list), f"has no rows for {label}")
-        width = row_bytes(dims, dtype)
-        entry = Entry(
-            kind, name, dims, dtype, tuple(self.span(span, label, width, files, block) for span in spans)
-        )
+        # A checkpoint has thousands: a message is put together where it is needed.
+        if not (isinstance(shape, list) and len(shape) <= 32):
+            self.refuse(f"has an odd shape for {quoted(name)}")
+        if not _are_counts(shape):
+            self.refuse(f"has a shape of {quoted(name)} that is no count")
+        if not (isinstance(dtype, str) and dtype in SIZE):
+            self.refuse(f"has an unknown dtype for {quoted(name)}")
+        dims = tuple(shape)
+        if math.prod(filter(None, dims)) >= _COUNTS:
+            self.refuse(f"has the impossible shape {dims} for {quoted(name)}")
+        if not isinstance(spans, list):
+            self.refuse(f"has no rows for {quoted(name)}")
+        width, rows = row_bytes(dims, dtype), height(dims)
+        found = tuple([self.span(span, name, width, files, block) for span in spans])
         at = 0
-        for span in entry.spans:
-            self.that(span.start == at, f"has a gap or an overlap at row {at} of {label}")
+        for span in found:
+            if span.start != at:
+                self.refuse(f"has a gap or an overlap at row {at} of {quoted(name)}")
             at = span.stop
-        self.that(at == entry.height, f"has {at} of the {entry.height} rows of {label}")
-        return entry
+        if at != rows:
+            self.refuse(f"has {at} of the {rows} rows of {quoted(name)}")
+        return TensorEntry(sys.intern(kind), name, dims, dtype, found)
 
-    def span(self, item: Any, label: str, width: int, files: tuple[RankFile, ...], block: int) -> Span:
-        self.that(isinstance(item, list) and len(item) == 5, f"has malformed rows for {label}")
-        start, stop, file, offset = (self.count(number, f"row range of {label}") for number in item[:4])
-        self.that(start < stop and file < len(files), f"has rows of {label} in no file")
-        total = (stop - start) * width
-        self.that(offset + total <= files[file].bytes, f"has rows of {label} beyond the end of a file")
-        return Span(start, stop, file, offset, self.sums(item[4], block_count(stop - start, width, block)))
+    def span(self, item: Any, name: str, width: int, files: tuple[RankFile, ...], block: int) -> RowSpan:
+        if not (isinstance(item, list) and len(item) == 5):
+            self.refuse(f"has malformed rows for {quoted(name)}")
+        start, stop, file, offset, sums = item
+        if not _are_counts(item[:4]):
+            self.refuse(f"has a row range of {quoted(name)} that is no count")
+        if not (start < stop and file < len(files)):
+            self.refuse(f"has rows of {quoted(name)} in no file")
+        if offset + (stop - start) * width > files[file].bytes:
+            self.refuse(f"has rows of {quoted(name)} beyond the end of a file")
+        return RowSpan(start, stop, file, offset, self.sums(sums, block_count(stop - start, width, block)))
+
+
+def _are_counts(values: list[Any]) -> bool:
+    """Whether all are numbers that could be sizes or offsets."""
+    for value in values:
+        if not (type(value) is int and 0 <= value < _COUNTS):
+            return False
+    return True
 
 
 def block_count(rows: int, width: int, block: int) -> int:

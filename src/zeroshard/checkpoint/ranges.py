@@ -1,5 +1,4 @@
-"""Which rank writes which rows, and which stored rows a rank must read. Integers only: tested without files
-or tensors."""
+"""Decides which rank writes which rows, and which stored rows a rank must read. Integers only."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from typing import Any
 
 from zeroshard.errors import CheckpointError
 
-from .elements import SIZE, height, row_bytes
+from .dtypes import SIZE, height, row_bytes
+from .pacing import gently
 from .records import slot
-from .turns import gently
-from .wording import quoted, some
+from .untrusted import quoted, some
 
 # Bytes: rows that several ranks hold are divided among them above this, and go to one of them below.
 SHARE = 1 << 20
 
 
-@dataclass(frozen=True)
-class Holder:
+@dataclass(frozen=True, slots=True)
+class RowHolder:
     """`rank` holds rows [start, stop), as its record number `index`."""
 
     rank: int
@@ -30,8 +29,8 @@ class Holder:
     stop: int
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, slots=True)
+class WriteTask:
     """Write rows [start, stop) of record number `index`."""
 
     index: int
@@ -39,24 +38,24 @@ class Task:
     stop: int
 
 
-@dataclass(frozen=True)
-class Described:
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
     """One tensor as all ranks together describe it."""
 
     kind: str
     name: str
     shape: tuple[int, ...]
     dtype: str
-    holders: tuple[Holder, ...]
+    holders: tuple[RowHolder, ...]
 
 
-def merge(descriptions: Sequence[Sequence[Any]]) -> list[Described]:
+def merge(descriptions: Sequence[Sequence[Any]]) -> list[DescribedTensor]:
     """One record per tensor from every rank's list of ``[kind, name, shape, dtype, start, stop]``.
 
     Raises where ranks disagree about a tensor; the text is the same on every rank, since all see the same
     lists.
     """
-    holders: dict[tuple[str, str], list[Holder]] = {}
+    holders: dict[tuple[str, str], list[RowHolder]] = {}
     looks: dict[tuple[str, str], tuple[str, tuple[int, ...], str, int]] = {}
     for rank, description in enumerate(descriptions):
         for index, (kind, name, shape, dtype, start, stop) in enumerate(gently(description)):
@@ -68,28 +67,28 @@ def merge(descriptions: Sequence[Sequence[Any]]) -> list[Described]:
                     f"{look[3]} and a {kind} of {tuple(shape)} {dtype} on rank {rank}. Every rank must build "
                     "the same model and optimizer."
                 )
-            holders.setdefault(key, []).append(Holder(rank, index, start, stop))
+            holders.setdefault(key, []).append(RowHolder(rank, index, start, stop))
     tensors = []
     for key, held in holders.items():
         kind, shape, dtype, _ = looks[key]
-        tensors.append(Described(kind, key[1], shape, dtype, tuple(held)))
+        tensors.append(DescribedTensor(kind, key[1], shape, dtype, tuple(held)))
     return tensors
 
 
-def assign(tensors: Sequence[Described], world: int) -> list[list[Task]]:
+def assign(tensors: Sequence[DescribedTensor], world: int) -> list[list[WriteTask]]:
     """For each rank the rows it writes: every row of every tensor exactly once, copies shared out evenly by
     bytes."""
-    tasks: list[list[Task]] = [[] for _ in range(world)]
+    tasks: list[list[WriteTask]] = [[] for _ in range(world)]
     load = [0] * world
     for tensor in gently(tensors):
         width = row_bytes(tensor.shape, tensor.dtype)
         for holder, start, stop in _shares(tensor, width, load):
-            tasks[holder.rank].append(Task(holder.index, start, stop))
+            tasks[holder.rank].append(WriteTask(holder.index, start, stop))
             load[holder.rank] += (stop - start) * width
     return tasks
 
 
-def _shares(tensor: Described, width: int, load: list[int]) -> Iterator[tuple[Holder, int, int]]:
+def _shares(tensor: DescribedTensor, width: int, load: list[int]) -> Iterator[tuple[RowHolder, int, int]]:
     rows = height(tensor.shape)
     held = sorted((h for h in tensor.holders if h.start < h.stop), key=lambda h: (h.start, h.rank))
     edges = sorted({0, rows, *(h.start for h in held), *(h.stop for h in held)})
@@ -97,7 +96,7 @@ def _shares(tensor: Described, width: int, load: list[int]) -> Iterator[tuple[Ho
         raise CheckpointError(
             f"{quoted(tensor.name)} ({tensor.kind}) has {rows} rows, and a rank says it holds others."
         )
-    active: list[Holder] = []
+    active: list[RowHolder] = []
     at = 0
     for start, stop in pairwise(edges):
         active = [h for h in active if h.stop > start]
@@ -119,10 +118,10 @@ def _shares(tensor: Described, width: int, load: list[int]) -> Iterator[tuple[Ho
                 yield holder, start + count * i // len(active), start + count * (i + 1) // len(active)
 
 
-def into_files(tasks: Sequence[Task], widths: Sequence[int], limit: int) -> list[list[Task]]:
+def into_files(tasks: Sequence[WriteTask], widths: Sequence[int], limit: int) -> list[list[WriteTask]]:
     """Tasks grouped into files of at most `limit` bytes, cut between rows. A row that is larger has a file of
     its own."""
-    files: list[list[Task]] = []
+    files: list[list[WriteTask]] = []
     room = 0
     for task in tasks:
         start, width = task.start, widths[task.index]
@@ -131,7 +130,8 @@ def into_files(tasks: Sequence[Task], widths: Sequence[int], limit: int) -> list
                 files.append([])
                 room = limit
             count = task.stop - start if not width else min(task.stop - start, max(1, room // width))
-            files[-1].append(Task(task.index, start, start + count))
+            whole = start == task.start and start + count == task.stop
+            files[-1].append(task if whole else WriteTask(task.index, start, start + count))
             room = max(0, room - count * width)
             start += count
     return files

@@ -1,8 +1,8 @@
-"""What a rank holds, as the checkpoint sees it: the whole seam between the runtime and this package.
+"""Declares what a rank holds, as the checkpoint sees it: the whole seam between the runtime and this package.
 
-The runtime describes its tensors as `Held` records and itself as a `Snapshot`; saving reads rows through
-`Held.read`, loading writes rows through `Held.write`. Nothing here knows about units, tiers or process
-groups.
+The runtime describes its tensors as `HeldRows` records and itself as a `RunSnapshot`; saving reads rows
+through `HeldRows.read`, loading writes rows through `HeldRows.write`. Nothing here knows about units, tiers
+or process groups.
 
 - **rows**: a range of dim 0 of a named tensor; a tensor without dims has one row.
 - **kind**: what the tensor is. ``parameter`` and ``buffer`` are the model (one namespace); ``state:<key>`` is
@@ -10,8 +10,7 @@ groups.
   is what rank r had of its own about a tensor that all ranks have (a codec's residual; ``private:same:<key>``
   where all have the same); ``sync:<key>`` belongs to the policy by which the ranks meet.
 - **span**: rows of one tensor that lie in one file.
-- **block**: the rows of a span that share one checksum.
-"""
+- **block**: the rows of a span that share one checksum."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroshard.life.guard import Guarded
+from zeroshard.params.sharded_param import GuardedState
 
-from .elements import dtype_name, height, row_bytes
+from .dtypes import dtype_name, height, row_bytes
 
 # Bytes that move at once: what bounds memory while saving and loading (or one row, where a row is more).
 CHUNK = 16 << 20
@@ -33,8 +32,23 @@ CHUNK = 16 << 20
 OPTIONAL_KINDS = ("rank", "private", "sync", "value", "own")
 
 
-@dataclass(frozen=True)
-class Held:
+@dataclass(frozen=True, slots=True)
+class _MemoryRows:
+    """Rows from `start` on, in memory."""
+
+    local: torch.Tensor
+    start: int
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        return self.local[first - self.start : last - self.start] if self.local.dim() else self.local
+
+    def write(self, first: int, rows: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.read(first, first + (rows.shape[0] if rows.dim() else 1)).copy_(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
     """This rank holds rows [start, stop) of a named tensor, wherever they rest.
 
     `read(start, stop)` returns those rows (any device; shape ``(stop - start, *shape[1:])``, or ``()`` for a
@@ -54,7 +68,7 @@ class Held:
     read: Callable[[int, int], torch.Tensor]
     write: Callable[[int, torch.Tensor], None]
     place: torch.Tensor | None = None
-    owner: Guarded | None = None
+    owner: GuardedState | None = None
     also: tuple[str, ...] = ()
 
     @classmethod
@@ -65,24 +79,15 @@ class Held:
         local: torch.Tensor,
         start: int = 0,
         total: int | None = None,
-        owner: Guarded | None = None,
-    ) -> Held:
+        owner: GuardedState | None = None,
+    ) -> HeldRows:
         """Rows in memory: `local` is rows [start, start + len(local)) of a tensor with `total` rows."""
         count = local.shape[0] if local.dim() else 1
         shape = (total if total is not None else count, *local.shape[1:]) if local.dim() else ()
-
-        def read(first: int, last: int) -> torch.Tensor:
-            return local[first - start : last - start] if local.dim() else local
-
-        def write(first: int, rows: torch.Tensor) -> None:
-            with torch.no_grad():
-                place = local[first - start : first - start + rows.shape[0]] if local.dim() else local
-                place.copy_(rows)
-
         plain = local.device.type == "cpu" and local.is_contiguous() and bool(local.dim())
-        place = local.detach() if plain else None
-        rows = (start, start + count)
-        return cls(name, kind, tuple(shape), dtype_name(local.dtype), rows, read, write, place, owner)
+        rows, there = (start, start + count), _MemoryRows(local, start)
+        dtype, place = dtype_name(local.dtype), local if plain else None
+        return cls(name, kind, tuple(shape), dtype, rows, there.read, there.write, place, owner)
 
     @property
     def height(self) -> int:
@@ -94,7 +99,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """All that one rank wants saved, or wants loaded into.
 
     `values` is plain data (see `values.py`) and is the same on every rank: rank 0's is stored. `own` is this
@@ -104,13 +109,13 @@ class Snapshot:
     different ones: joined, they are stored among the values.
     """
 
-    held: Sequence[Held]
+    held: Sequence[HeldRows]
     values: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Peers(Protocol):
+class SavePeers(Protocol):
     """How ranks talk while saving and loading. `exchange` is also the only barrier.
 
     A background save calls it from its own thread while training goes on, so it must not share a process
@@ -129,7 +134,7 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class NoPeers:
     """The peers of a single rank."""
 
     rank: int = 0
@@ -140,7 +145,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A finished save. `after_failure` says how the background save before it failed, if it did."""
 
     path: Path
@@ -151,7 +156,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """What a load brought: the values, this rank's own (None when the checkpoint has no such rank), and what
     did not match.
 

@@ -1,10 +1,9 @@
-"""Plain data to JSON and back, exactly: what JSON cannot say is marked, tensors are handed out to be stored
-as tensors.
+"""Turns plain data into JSON and back, exactly; tensors in it are handed out to be stored as tensors.
 
-Marks are objects with one key that starts with ``$``: ``{"$tuple": […]}``, ``{"$float": "nan"}``,
-``{"$bytes": "<base64>"}``, ``{"$pairs": [[key, value], …]}`` for dicts whose keys are no plain strings,
-``{"$tensor": "<name>"}``. No pickle: an object of any other type is refused with its place.
-"""
+What JSON cannot say is marked by objects with one key that starts with ``$``: ``{"$tuple": […]}``,
+``{"$float": "nan"}``, ``{"$bytes": "<base64>"}``, ``{"$pairs": [[key, value], …]}`` for dicts whose keys are
+no plain strings, ``{"$tensor": "<name>"}``. No pickle: an object of any other type is refused with its
+place."""
 
 from __future__ import annotations
 
@@ -17,23 +16,23 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-from .records import Held
-from .wording import quoted
+from .records import HeldRows
+from .untrusted import quoted
 
 DEEPEST = 64  # levels of nesting: no honest value needs more, and recursion stays far from Python's limit
 
 
-def pack(tree: Mapping[str, Any], copy: bool = False) -> tuple[Any, dict[str, torch.Tensor | Held]]:
+def pack(tree: Mapping[str, Any], copy: bool = False) -> tuple[Any, dict[str, torch.Tensor | HeldRows]]:
     """JSON data for `tree`, and its tensors, and records of such, by the name under which the data refers to
     them.
 
     With `copy` the tensors are copied, for a save that goes on while the caller changes them.
     """
-    tensors: dict[str, torch.Tensor | Held] = {}
+    tensors: dict[str, torch.Tensor | HeldRows] = {}
     return _pack(dict(tree), "", tensors, copy), tensors
 
 
-def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor | Held], copy: bool) -> Any:
+def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor | HeldRows], copy: bool) -> Any:
     if place.count("\0") > DEEPEST:
         raise CheckpointError(
             f"{_where(place)} is nested deeper than {DEEPEST} levels; or it contains itself."
@@ -44,13 +43,8 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor | Held], copy:
         return value if abs(value) < 1 << 63 else {"$int": hex(value)}
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, torch.Tensor | Held):
-        name = place.replace("\0", ".").strip(".") or "value"
-        name = name if name not in tensors else f"{name}#{len(tensors)}"
-        if isinstance(value, torch.Tensor):
-            value = value.detach().clone() if copy else value.detach()
-        tensors[name] = value
-        return {"$tensor": name}
+    if isinstance(value, torch.Tensor | HeldRows):
+        return {"$tensor": _set_aside(value, place, tensors, copy)}
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, tuple):
@@ -74,8 +68,20 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor | Held], copy:
     )
 
 
+def _set_aside(
+    value: torch.Tensor | HeldRows, place: str, tensors: dict[str, torch.Tensor | HeldRows], copy: bool
+) -> str:
+    """Put a tensor among `tensors`; returns its name there."""
+    name = place.replace("\0", ".").strip(".") or "value"
+    name = name if name not in tensors else f"{name}#{len(tensors)}"
+    if isinstance(value, torch.Tensor):
+        value = value.detach().clone() if copy else value.detach()
+    tensors[name] = value
+    return name
+
+
 def _pack_items(
-    items: Sequence[Any], place: str, tensors: dict[str, torch.Tensor | Held], copy: bool
+    items: Sequence[Any], place: str, tensors: dict[str, torch.Tensor | HeldRows], copy: bool
 ) -> list[Any]:
     # States of random generators are thousands of integers, and training waits for them.
     if set(map(type, items)) == {int} and min(items) > -(1 << 63) and max(items) < 1 << 63:

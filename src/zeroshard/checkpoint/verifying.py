@@ -1,5 +1,4 @@
-"""Proving a checkpoint: every file, every header, every block. Collects all that is wrong instead of stopping
-at the first."""
+"""Proves a checkpoint: every file, every header, every block. Collects all that is wrong."""
 
 from __future__ import annotations
 
@@ -8,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroshard.checkpoint import directory
 from zeroshard.errors import CheckpointError
 
-from . import shelf
+from .loading import CheckpointReader
 from .manifest import NAME, read_manifest, refuse_other
-from .reader import Reader
 
 _MOST = 1000  # problems listed
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """`problems` is empty when every byte is as it was saved; `strangers` are files that are no part of the
     checkpoint."""
 
@@ -35,7 +34,9 @@ class Report:
         return not self.problems
 
 
-def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None) -> Report:
+def verify(
+    path: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None
+) -> VerifyReport:
     """Read all of a checkpoint against its checksums. `progress` is told the bytes read since it was last
     told. Raises `CheckpointError` where `path` leads to none: that is a slip, not damage."""
     folder = Path(os.path.abspath(path))
@@ -43,9 +44,9 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambd
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return Report(folder, 0, 0, 0, (str(error),), (), shelf.advice(folder))
+        return VerifyReport(folder, 0, 0, 0, (str(error),), (), directory.advice(folder))
     problems: list[str] = []
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         for number in range(len(manifest.files)):
             try:
                 reader.file(number)
@@ -62,7 +63,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambd
                     break
     known = {NAME, *(file.name for file in manifest.files)}
     strangers = tuple(sorted(name for name in os.listdir(folder) if name not in known))
-    advice = shelf.advice(folder) if problems else ""
-    return Report(
+    advice = directory.advice(folder) if problems else ""
+    return VerifyReport(
         folder, len(manifest.files), len(manifest.entries), manifest.bytes, tuple(problems), strangers, advice
     )

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from zeroshard.errors import ZeroShardError
+from zeroshard.extend import ZeroShardError
 
 from ._parser import Parser
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.errors import OptionError, did_you_mean
+from zeroshard.extend import OptionError, did_you_mean
 
 Config = Mapping[str, Any]
 

@@ -1,42 +1,13 @@
-"""A model from ``module:factory``, built without memory, and how it differs from a checkpoint."""
+"""How a model, built without memory, differs from a checkpoint."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from typing import TYPE_CHECKING
-
-from zeroshard.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from zeroshard.checkpoint import Manifest
-
-
-def build(factory: str) -> nn.Module:
-    """Call the factory on the meta device. The current folder is searched for its module first, as Python
-    does."""
-    import torch
-
-    module, _, name = factory.partition(":")
-    if not module or not name:
-        raise OptionError(f"--against {factory!r} must be MODULE:FACTORY, for example project.model:build.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"--against {factory!r} cannot be loaded: {error}.") from error
-    try:
-        with torch.device("meta"):
-            model = found()
-    except Exception as error:  # the user's code: say that it was that
-        raise OptionError(f"{factory}() raised {type(error).__name__} on the meta device: {error}") from error
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"{factory}() returned a {type(model).__name__}, not a module.")
-    return model
+    from zeroshard.extend import Manifest
 
 
 def differences(manifest: Manifest, model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import OptionError
+from zeroshard.extend import OptionError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +77,7 @@ def _called(text: str) -> Callable[[Mapping[str, Any]], Any]:
         raise OptionError(f"SPEC {text!r} cannot be loaded: {place} raised {why}.") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise OptionError(f"SPEC {text!r}: {place} has no function {name!r}.{_offered(module)}")
+        raise OptionError(f"SPEC {text!r}: {place} has no function {name!r}.{_offered(module, name)}")
 
     def make(values: Mapping[str, Any]) -> Any:
         try:
@@ -101,14 +101,16 @@ def _called(text: str) -> Callable[[Mapping[str, Any]], Any]:
     return make
 
 
-def _offered(module: Any) -> str:
-    """The functions that a module has of its own, for an error."""
-    own = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-    return f" It has: {', '.join(own)}." if own else ""
+def _offered(module: Any, name: str) -> str:
+    """The functions, and the classes of models, that a module has of its own, for an error."""
+    import torch
+
+    def makes(value: Any) -> bool:
+        model = inspect.isclass(value) and issubclass(value, torch.nn.Module)
+        return (inspect.isfunction(value) or model) and value.__module__ == module.__name__
+
+    own = [name for name, value in vars(module).items() if makes(value) and not name.startswith("_")]
+    return f"{did_you_mean(name, own)} It has: {', '.join(own)}." if own else ""
 
 
 def _module(place: str) -> Any:

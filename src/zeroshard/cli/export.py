@@ -20,15 +20,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("out", help="a folder that does not exist yet")
     add("--dtype", help="convert floating tensors: bf16, fp16, fp32 (default: as they were saved)")
     add("--max-shard", default="5GB", metavar="SIZE", help="bytes of one file at most (default: %(default)s)")
+    add("--overwrite", action="store_true", help="replace an export that is at OUT already")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exports, and says what it wrote."""
-    from zeroshard.checkpoint import export
-    from zeroshard.config import dtype_name
-    from zeroshard.sizes import parse_bytes, show_bytes
+    from zeroshard.extend import dtype_name, export, parse_bytes, show_bytes
 
     dtype = None if arguments.dtype is None else dtype_name(arguments.dtype, "--dtype")
-    done = export(arguments.checkpoint, arguments.out, parse_bytes(arguments.max_shard, "--max-shard"), dtype)
+    most = parse_bytes(arguments.max_shard, "--max-shard")
+    done = export(arguments.checkpoint, arguments.out, most, dtype, overwrite=arguments.overwrite)
     print(f"{done.path}: {done.tensors} tensors, {show_bytes(done.bytes)} in {', '.join(done.files)}")
     return 0

@@ -20,13 +20,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("source", help="a file or a folder")
     add("out", help="the checkpoint to make")
     add("--prefix", metavar="NAME", help="take the tensors below NAME only, and drop it from their names")
+    add("--overwrite", action="store_true", help="replace a checkpoint that is at OUT already")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Imports, and says what it wrote."""
-    from zeroshard.checkpoint import import_weights, read_manifest
-    from zeroshard.sizes import show_bytes
+    from zeroshard.extend import import_weights, read_manifest, show_bytes
 
-    saved = import_weights(arguments.source, arguments.out, arguments.prefix)
+    saved = import_weights(arguments.source, arguments.out, arguments.prefix, overwrite=arguments.overwrite)
     print(f"{saved.path}: {len(read_manifest(saved.path).entries)} tensors, {show_bytes(saved.bytes)}")
     return 0

@@ -1,12 +1,14 @@
 """Show what a checkpoint holds.
 
-Reads its manifest only, so it answers at once whatever the size. With --against, the model that a factory
-returns is built without memory (on the meta device), and names and shapes are compared; the exit code is 1
-where they differ. --plan prints the plan of the run that saved it, for `zs.shard(plan=zs.Plan.read(...))`.
+Reads its manifest only, so it answers at once whatever the size. With --against, the model that SPEC names is
+built without memory (on the meta device), and names and shapes are compared; the exit code is 1 where they
+differ. SPEC is as for `zeroshard plan` (module:function, script.py:function or a config.json); --set gives
+arguments to it. --plan prints the plan of the run that saved it, for `zs.shard(plan=zs.Plan.read(...))`.
 
 examples:
   zeroshard inspect ckpt/1000
   zeroshard inspect ckpt/1000 --all --against project.model:build
+  zeroshard inspect ckpt/1000 --against gpt.py:GPT --set layers=24
   zeroshard inspect ckpt/1000 --plan > plan.json
 """
 
@@ -16,7 +18,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard.checkpoint import Manifest
+    from zeroshard.extend import Manifest, TensorEntry
 
 _SHOWN = 40
 
@@ -25,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     add = parser.add_argument
     add("checkpoint", help="the folder of a checkpoint")
-    add("--against", metavar="MODULE:FACTORY", help="compare with the model that this function returns")
+    add("--against", metavar="SPEC", help="compare with this model: module:function, script.py:function, …")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of --against")
     add("--plan", action="store_true", help="print the plan of its run as JSON, and nothing else")
     add("--all", action="store_true", help=f"list every tensor, not only the {_SHOWN} largest")
 
@@ -34,8 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the tables; 1 when the model differs."""
     from rich.console import Console
 
-    from zeroshard.checkpoint import read_manifest
+    from zeroshard.extend import OptionError, read_manifest
 
+    from ._spec import values_of
+
+    if arguments.set and arguments.against is None:
+        raise OptionError("--set gives an argument of --against: pass --against SPEC too.")
     manifest = read_manifest(arguments.checkpoint)
     if arguments.plan:
         return _plan(manifest, arguments.checkpoint)
@@ -44,13 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     _tensors(manifest, console, None if arguments.all else _SHOWN)
     if arguments.against is None:
         return 0
-    return _compare(manifest, arguments.against, console)
+    return _compare(manifest, arguments.against, values_of(arguments.set), console)
 
 
 def _facts(manifest: Manifest, path: str, console: Any) -> None:
     from datetime import datetime
 
-    from zeroshard.sizes import show_bytes
+    from zeroshard.extend import show_bytes
 
     saved = datetime.fromtimestamp(manifest.head.saved_at).astimezone().isoformat(" ", "seconds")
     by = ", ".join(_printable(f"{name} {number}"[:80]) for name, number in manifest.versions.items())
@@ -67,8 +74,7 @@ def _facts(manifest: Manifest, path: str, console: Any) -> None:
 
 def _options(saved: Any) -> str:
     """The options that are not as they are by default."""
-    from zeroshard.config import Options
-    from zeroshard.planning.plan import settings_of
+    from zeroshard.extend import Options, settings_of
 
     if not isinstance(saved, dict):
         return ""
@@ -90,7 +96,7 @@ def _value(value: Any, deep: int = 3) -> str:
 
 
 def _plan(manifest: Manifest, path: str) -> int:
-    from zeroshard.errors import CheckpointError
+    from zeroshard.extend import CheckpointError
 
     plan = manifest.values.get("plan")
     if not isinstance(plan, str):
@@ -103,45 +109,53 @@ def _tensors(manifest: Manifest, console: Any, most: int | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from zeroshard.sizes import show_bytes
-
-    table = Table()
-    for name in ("tensor", "kind", "shape", "dtype"):
-        table.add_column(name, overflow="fold")
-    table.add_column("files", justify="right")
-    table.add_column("bytes", justify="right", no_wrap=True)
     entries = manifest.entries
     if most is not None and len(entries) > most:
         largest = sorted(entries, key=lambda entry: -entry.bytes)[:most]
         chosen = {(entry.kind, entry.name) for entry in largest}
         entries = tuple(entry for entry in entries if (entry.kind, entry.name) in chosen)
-    for entry in entries:
-        shape = "×".join(map(str, entry.shape)) or "scalar"
-        files = str(len({span.file for span in entry.spans}))
-        cells = (
-            _printable(entry.name),
-            _printable(entry.kind),
-            shape,
-            entry.dtype,
-            files,
-            show_bytes(entry.bytes),
-        )
-        table.add_row(*(Text(cell) for cell in cells))  # as it is: brackets are no markup
-    console.print(table)
+    rows = [_cells(entry) for entry in entries]
+    table = Table()
+    names = ("tensor", "kind", "shape", "dtype", "files", "bytes")
+    for name in names:
+        table.add_column(name, justify="right" if name in ("files", "bytes") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))  # as it is: brackets are no markup
+    taken = 1 + sum(3 + max(map(len, column)) for column in zip(names, *rows, strict=True))
+    if taken <= console.width:
+        console.print(table)
+    else:  # a name is to be copied, so it is never broken
+        for first, *rest in rows:
+            console.print(first, markup=False, soft_wrap=True)
+            told = (
+                f"{name} {cell}" if name == "files" else cell
+                for name, cell in zip(names[1:], rest, strict=True)
+            )
+            console.print("  " + " · ".join(told), markup=False, soft_wrap=True)
     if len(entries) < len(manifest.entries):
         console.print(f"… and {len(manifest.entries) - len(entries)} smaller ones (--all lists them)")
+
+
+def _cells(entry: TensorEntry) -> tuple[str, ...]:
+    from zeroshard.extend import show_bytes
+
+    shape = "×".join(map(str, entry.shape)) or "scalar"
+    files = str(len({span.file for span in entry.spans}))
+    words = _printable(entry.name), _printable(entry.kind)
+    return (*words, shape, entry.dtype, files, show_bytes(entry.bytes))
 
 
 def _printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def _compare(manifest: Manifest, factory: str, console: Any) -> int:
-    from ._model import build, differences
+def _compare(manifest: Manifest, spec: str, values: dict[str, Any], console: Any) -> int:
+    from ._model import differences
+    from ._spec import Spec
 
-    lines = differences(manifest, build(factory))
+    lines = differences(manifest, Spec(spec).build(values)[0])
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     if not lines:
-        console.print(f"every parameter and buffer of {factory} is in it, and nothing else is", markup=False)
+        console.print(f"every parameter and buffer of {spec} is in it, and nothing else is", markup=False)
     return 1 if lines else 0

@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from zeroshard.errors import OptionError
+from zeroshard.extend import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zeroshard.machine import Machine
+    from zeroshard.extend import Machine
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from zeroshard.planning.measure import disk_rate, here
+    from zeroshard.extend import disk_rate, this_machine
 
     try:
         device = torch.device(arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise OptionError(f"--device {arguments.device!r} is no device: cpu or cuda:0.") from error
-    found = here(device, arguments.again)
+    found = this_machine(device, arguments.again)
     if arguments.disk_path:
         found = replace(found, disk_rate=disk_rate(arguments.disk_path))
     if arguments.json:
@@ -65,7 +65,7 @@ def _show(machines: Sequence[Machine]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from zeroshard.sizes import show_bytes
+    from zeroshard.extend import show_bytes
 
     table = Table(pad_edge=False)
     heads = (
@@ -99,7 +99,7 @@ def _show(machines: Sequence[Machine]) -> None:
 
 
 def _show_known() -> None:
-    from zeroshard.machine import GPUS, NETWORKS
+    from zeroshard.extend import GPUS, NETWORKS
 
     _show(list(GPUS.values()))
     for found in GPUS.values():

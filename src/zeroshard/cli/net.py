@@ -20,12 +20,12 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import OptionError
+from zeroshard.extend import OptionError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from zeroshard.net import Advice, Links
+    from zeroshard.extend import Advice, LinkSpeeds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks where asked to; in a rank, measures, and rank 0 prints."""
-    from zeroshard.launch.environment import announced
+    from zeroshard.extend import announced_group
 
     if arguments.parameters <= 0 or arguments.step <= 0 or arguments.seconds <= 0:
         raise OptionError("--parameters, --step and --seconds must be above zero.")
-    if announced() is not None:
+    if announced_group() is not None:
         return _measure(arguments)
     if arguments.ranks is None or arguments.ranks < 2:
         raise OptionError(
@@ -62,16 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> int:
-    from zeroshard.launch import local
-    from zeroshard.launch.job import Job
+    from zeroshard.extend import LaunchJob, launch
 
     passed = ["net", *(["--json"] if arguments.json else []), "--transport", arguments.transport]
     for name in ("parameters", "step", "seconds", "ranks_per_node"):
         value = getattr(arguments, name)
         if value is not None:
             passed += [f"--{name.replace('_', '-')}", str(value)]
-    return local.run(
-        Job(ranks=arguments.ranks, target="zeroshard", arguments=tuple(passed), module=True, threads=1)
+    return launch(
+        LaunchJob(ranks=arguments.ranks, target="zeroshard", arguments=tuple(passed), module=True, threads=1)
     )
 
 
@@ -79,11 +78,9 @@ def _measure(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from zeroshard.comm import connect
-    from zeroshard.launch.environment import join
-    from zeroshard.net import advise, measure
+    from zeroshard.extend import advise_on_links, connect, join_group, measure_links
 
-    join()
+    join_group()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     transport = connect(
         device or torch.device("cpu"), arguments.transport, ranks_per_node=arguments.ranks_per_node
@@ -91,11 +88,11 @@ def _measure(arguments: argparse.Namespace) -> int:
     try:
         if transport.size == 1:
             raise OptionError("one rank has no links: start two or more.")
-        links = measure(transport, arguments.seconds)
+        links = measure_links(transport, arguments.seconds)
     finally:
         transport.close()
     if transport.rank == 0:
-        advice = advise(links, arguments.parameters, arguments.step)
+        advice = advise_on_links(links, arguments.parameters, arguments.step)
         if arguments.json:
             print(json.dumps({"links": asdict(links), "advice": asdict(advice)}))
         else:
@@ -103,7 +100,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def show(links: Links, advice: Advice, arguments: Any) -> list[RenderableType]:
+def show(links: LinkSpeeds, advice: Advice, arguments: Any) -> list[RenderableType]:
     """The tables, and the advice."""
     from rich.text import Text
 
@@ -120,10 +117,10 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _by_size(links: Links) -> RenderableType:
+def _by_size(links: LinkSpeeds) -> RenderableType:
     from rich.table import Table
 
-    from zeroshard.sizes import show_bytes
+    from zeroshard.extend import show_bytes
 
     table = Table(title="One message, and a reduction of all ranks", title_justify="left")
     table.add_column("bytes", justify="right")
@@ -144,12 +141,11 @@ def _by_size(links: Links) -> RenderableType:
     return table
 
 
-def _by_pair(links: Links) -> RenderableType:
+def _by_pair(links: LinkSpeeds) -> RenderableType:
     """Latency above, rate below the diagonal; of many ranks, the slowest pairs."""
     from rich.table import Table
 
-    from zeroshard.net.links import EVERY_PAIR
-    from zeroshard.sizes import show_bytes
+    from zeroshard.extend import EVERY_PAIR, show_bytes
 
     if links.ranks > EVERY_PAIR:
         slowest = sorted(links.pairs, key=lambda link: link.rate)[:5]
@@ -180,7 +176,7 @@ def _by_pair(links: Links) -> RenderableType:
 def _ways(advice: Advice, arguments: Any) -> RenderableType:
     from rich.table import Table
 
-    from zeroshard.sizes import show_bytes
+    from zeroshard.extend import show_bytes
 
     table = Table(
         title=f"Estimated for {arguments.parameters:,.0f} parameters and {arguments.step:g} s of computation",

@@ -22,16 +22,16 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import OptionError, PlanError
+from zeroshard.extend import OptionError, PlanError
 
 if TYPE_CHECKING:
-    from zeroshard.machine import Machine
-    from zeroshard.planning.plan import Plan
+    from zeroshard.extend import Machine, Plan
 
     from ._spec import Spec
 
@@ -82,6 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--vary", metavar="NAME=LOW:HIGH", help="what --search model varies")
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
     out.add_argument("--html", metavar="FILE", help="write a page: memory over a step, for every candidate")
+    out.add_argument("--overwrite", action="store_true", help="replace the file of --html, if there is one")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,12 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> int:
-    from zeroshard.planning.answer import inquire
+    from zeroshard.extend import problem_of
 
     from ._spec import Spec, values_of
 
     if arguments.vary is not None and arguments.search != "model":
         raise OptionError("--vary is what --search model varies: pass --search model too.")
+    if arguments.html and not arguments.overwrite:
+        _refuse_existing(arguments.html)
     spec, values, asked = Spec(arguments.spec), values_of(arguments.set), _asked(arguments)
     notes: list[str] = []
     if arguments.search:
@@ -108,10 +111,10 @@ def _planned(arguments: argparse.Namespace) -> int:
         notes.append(f"{found}.")
     model, batch = spec.build(values)
     asked.setdefault("batch", batch)
-    inquiry = inquire(model, **asked)
-    made = inquiry.plan()
+    model_problem = problem_of(model, **asked)
+    made = model_problem.plan()
     if arguments.html:
-        _write(arguments.html, made, inquiry, notes)
+        _write(arguments.html, made, model_problem, notes, arguments.overwrite)
     if arguments.json:
         print(made.to_json())
         for note in notes:
@@ -143,15 +146,28 @@ def _as_typed(text: str) -> str:
     return text.replace("math.inf", "inf")
 
 
-def _write(path: str, made: Plan, inquiry: Any, notes: list[str]) -> None:
-    from pathlib import Path
-
-    from zeroshard.page import page
+def _write(path: str, made: Plan, model_problem: Any, notes: list[str], overwrite: bool) -> None:
+    from zeroshard.extend import write_file
+    from zeroshard.report import page
 
     try:
-        Path(path).write_text(page(made, inquiry.frames(made), notes), encoding="utf-8")
+        write_file(path, page(made, model_problem.frames(made), notes, model_problem.rate(made)), overwrite)
+    except FileExistsError as error:
+        raise _exists(path) from error
     except OSError as error:
         raise OptionError(f"--html {path} cannot be written: {error.strerror}.") from error
+
+
+def _refuse_existing(path: str) -> None:
+    """Before the work; pipes and devices may be written."""
+    if os.path.isfile(path) or os.path.isdir(path) or (os.path.islink(path) and not os.path.exists(path)):
+        raise _exists(path)
+
+
+def _exists(path: str) -> OptionError:
+    return OptionError(
+        f"--html {path}: this exists and stays as it is. Name another file, or pass --overwrite."
+    )
 
 
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -182,9 +198,8 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
-    """The machine, and the limit: its whole memory where a GPU is named."""
-    from zeroshard.errors import did_you_mean
-    from zeroshard.machine import GPUS, machine
+    """The machine, and the limit: all of a GPU that is named."""
+    from zeroshard.extend import GPUS, did_you_mean, machine
 
     try:
         network: str | float = float(arguments.network)
@@ -204,15 +219,14 @@ def _machine(arguments: argparse.Namespace) -> tuple[Machine, int | str | None]:
         )
     per_node = arguments.ranks_per_node or NODE
     found = machine(device if named else arguments.gpu or "H100", network, node=per_node)
-    return found, found.memory if named else device
+    return (found.whole(), found.memory) if named else (found, device)
 
 
 def _searched(
     arguments: argparse.Namespace, spec: Spec, values: dict[str, Any], asked: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """What was found, and what to ask for its plan. `values` gets the one that was searched for."""
-    from zeroshard import search
-    from zeroshard.planning.batch import with_rows
+    from zeroshard.extend import MOST_RANKS, fewest_ranks, largest_batch, largest_model, with_rows
 
     print("searching …", file=sys.stderr)
     if arguments.search == "model":
@@ -221,7 +235,7 @@ def _searched(
         batch = asked.get("batch") or spec.build(values | {name: low})[1]
         _check_varies(spec, values, name, low, high)
         try:
-            found = search.largest_model(
+            found = largest_model(
                 lambda size: spec.build(values | {name: size})[0], low=low, high=high, batch=batch, **given
             )
         except PlanError as error:
@@ -231,10 +245,10 @@ def _searched(
     model, batch = spec.build(values)
     asked = {"batch": batch} | asked
     if arguments.search == "batch":
-        found = search.largest_batch(model, **asked)
+        found = largest_batch(model, **asked)
         return found, asked | {"batch": with_rows(asked["batch"], found.value)}
-    most = asked.pop("ranks", search.MOST_RANKS)
-    found = search.fewest_ranks(model, most=most, **asked)
+    most = asked.pop("ranks", MOST_RANKS)
+    found = fewest_ranks(model, most=most, **asked)
     return found, asked | {"ranks": found.value}
 
 

@@ -14,14 +14,17 @@ examples:
   zeroshard run --ranks 2 train.py --lr 3e-4
   zeroshard run --ranks 8 --threads 1 --timeout 600 -m project.train
   zeroshard run --ranks 1:4 --max-restarts 3 --resume ckpt train.py
+  zeroshard run --ranks 2 --hf stage=3,precision=bf16 train.py
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from zeroshard.launch.job import Job, rank_range
+from zeroshard.extend import LaunchJob, rank_range
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +48,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="stop after S seconds, showing each rank's stack; exit code 124",
     )
     add(
+        "--stuck-after",
+        type=float,
+        metavar="S",
+        help="end the run when ranks have waited S seconds for one that lives and does not come, with that "
+        "rank's stack (default 600, or shard(timeout=))",
+    )
+    add(
         "--log-dir",
         type=Path,
         metavar="D",
         help="write the output of rank 1 and up to D/rank-N.log, not the terminal",
+    )
+    add(
+        "--hf",
+        action="append",
+        metavar="OPTIONS",
+        help="shard what transformers' Trainer and Accelerate train: stage=3, or stage=3,offload=host",
     )
     add("-m", dest="module", action="store_true", help="the target is a module's name, as in python -m")
     add("target", help="the script, or the module after -m")
@@ -58,11 +74,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code: in the launcher that of the run, in each forked rank that of the script."""
-    from zeroshard.launch import local
+    from zeroshard.extend import launch
 
     fewest, most = rank_range(arguments.ranks)
-    return local.run(
-        Job(
+    return launch(
+        LaunchJob(
             ranks=most,
             fewest=fewest,
             restarts=arguments.max_restarts,
@@ -73,6 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
             module=arguments.module,
             threads=arguments.threads,
             timeout=arguments.timeout,
+            stuck_after=arguments.stuck_after,
             log_dir=arguments.log_dir,
+            before=before(arguments.hf),
         )
     )
+
+
+def before(words: list[str] | None) -> Callable[[], object] | None:
+    """What comes before an unchanged script of Trainer's or Accelerate's."""
+    if words is None:
+        return None
+    from zeroshard.integrations.options import enable_when_imported, parse_options
+
+    return partial(enable_when_imported, parse_options(words), f"--hf {','.join(words)}")

@@ -19,8 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; 1 when something is wrong."""
-    from zeroshard.checkpoint import verify
-    from zeroshard.sizes import show_bytes
+    from zeroshard.extend import show_bytes, verify
 
     report = verify(arguments.checkpoint)
     for problem in report.problems:

@@ -1,31 +1,34 @@
-"""Transports: how pieces move between ranks, and who may read what when. See `Transport`."""
+"""Transports: how shards move between ranks, and who may read what when. See `Transport`."""
 
-from .connect import connect, refuse
+from zeroshard.kernels.passes import SumSpan
+
+from .connect import connect, refuse, register_transport
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .nccl import NcclTransport
 from .nodes import NodesTransport
 from .shm import ShmTransport
-from .sums import Span, first_scale, sum_spans
-from .targets import Targets, in_wire
-from .transport import Counters, Fetch, Region, Transport, Work
+from .sums import first_scale, sum_spans
+from .targets import GatherTargets, in_wire
+from .transport import Counters, GatherRequest, Transport, TransportBuffer, Work
 
 __all__ = [
     "Counters",
-    "Fetch",
+    "GatherRequest",
     "GlooTransport",
     "LocalTransport",
     "NcclTransport",
     "NodesTransport",
-    "Region",
+    "TransportBuffer",
     "ShmTransport",
-    "Span",
-    "Targets",
+    "SumSpan",
+    "GatherTargets",
     "Transport",
     "Work",
     "connect",
     "first_scale",
     "in_wire",
     "refuse",
+    "register_transport",
     "sum_spans",
 ]

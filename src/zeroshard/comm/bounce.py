@@ -1,8 +1,7 @@
-"""Tensors as host bytes, and a broadcast through a small buffer that every rank can read.
+"""Shows tensors as host bytes, and broadcasts through a small buffer that every rank can read.
 
 Broadcasts are set-up traffic, where memory counts more than speed: two halves of `HALF` bytes, one being
-written while the other is read.
-"""
+written while the other is read."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["HALF", "broadcast", "host_bytes", "is_large", "land", "room"]
+from zeroshard.kernels import raw
 
 HALF = 1 << 22
 
@@ -34,7 +33,7 @@ def host_bytes(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         plain = torch.empty(tensor.shape, dtype=tensor.dtype)
         tensor = plain.copy_(tensor) if keep else plain
-    return tensor.reshape(-1).view(torch.uint8)
+    return raw(tensor)
 
 
 def land(tensor: torch.Tensor, flat: torch.Tensor) -> None:
@@ -54,7 +53,7 @@ def broadcast(
     """
     half, used = 0, 0
     moves: list[tuple[torch.Tensor, torch.Tensor]] = []
-    landings: list[tuple[torch.Tensor, torch.Tensor]] = []
+    reduced_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def turn() -> None:
         buffers, parts = [buffer for buffer, _ in moves], [part for _, part in moves]
@@ -63,10 +62,10 @@ def broadcast(
         move(half * HALF, half * HALF + used)
         if moves and not sends:
             torch._foreach_copy_(parts, buffers)
-        for tensor, flat in landings:
+        for tensor, flat in reduced_grads:
             land(tensor, flat)
         moves.clear()
-        landings.clear()
+        reduced_grads.clear()
 
     for tensor in tensors:
         flat, at = host_bytes(tensor, keep=sends), 0
@@ -79,5 +78,5 @@ def broadcast(
                 turn()
                 half, used = 1 - half, 0
         if not sends:
-            landings.append((tensor, flat))
+            reduced_grads.append((tensor, flat))
     turn()

@@ -13,32 +13,33 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.errors import OptionError, RankError
+from zeroshard.options import TRANSPORTS
 
+from .diagnosis.exits import ExitRegistry
+from .diagnosis.waits import StoreWatch
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .nccl import NcclTransport
 from .nodes import NodesTransport
 from .refusal import raise_together, told_of
 from .rendezvous import Rendezvous
-from .roll import Roll
 from .shm import ShmTransport
 from .simulated import SimulatedTransport
 from .topology import Topology, by_count, by_host
 from .transport import Transport
-from .watch import Watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["NAMES", "connect", "refuse"]
+Maker = Callable[["Store", int, int, torch.device, float], Transport]
 
-NAMES = ("auto", "local", "shm", "gloo", "nodes", "nccl")
+_makers: dict[str, Maker] = {}
 _PATIENCE = 30.0  # seconds that a rank waits with its error for peers that are on their way to `shard`
 
 # By this rank and the ranks of the group: the store of its time, and what its transports share.
-_watches: dict[tuple[int, ...], tuple[Store, Watch]] = {}
+_watches: dict[tuple[int, ...], tuple[Store, StoreWatch]] = {}
 # By this rank: the store of its time, and who has ended.
-_rolls: dict[int, tuple[Store, Roll]] = {}
+_registries: dict[int, tuple[Store, ExitRegistry]] = {}
 
 
 def connect(
@@ -56,8 +57,8 @@ def connect(
     all ranks are processes of one host that can read one another, else `gloo`. A node is a host, or as many
     ranks as `ranks_per_node` says.
     """
-    if transport not in NAMES:
-        raise OptionError(f"unknown transport {transport!r}: one of {', '.join(NAMES)}")
+    if transport not in (*TRANSPORTS, "local"):
+        raise OptionError(f"unknown transport {transport!r}: one of {', '.join((*TRANSPORTS, 'local'))}")
     if not _is_group(group):
         error = OptionError(
             f"group={group!r} is no process group of torch.distributed that this rank is in: pass what "
@@ -96,6 +97,18 @@ def connect(
     return made
 
 
+def register_transport(name: str, make: Maker) -> None:
+    """Give `transport=` another name. `make(store, rank, size, device, timeout)` is called by every rank; the
+    store is torch's, and nobody else writes to this part of it.
+
+    Every process registers it before `shard()`. A name that exists is refused.
+    """
+    if name in TRANSPORTS:
+        raise OptionError(f"transport {name!r} exists already: take another name.")
+    _makers[name] = make
+    TRANSPORTS.append(name)
+
+
 def _alone(device: torch.device, ranks_per_node: int | None) -> Transport:
     """One rank, on a node of one."""
     if ranks_per_node is not None:
@@ -122,7 +135,7 @@ def _is_group(group: object) -> bool:
     return group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup))
 
 
-def _meeting(group: dist.ProcessGroup | None, timeout: float) -> tuple[Rendezvous, Watch]:
+def _meeting(group: dist.ProcessGroup | None, timeout: float) -> tuple[Rendezvous, StoreWatch]:
     """Where the ranks of a group come together for the next transport. Collective in call order."""
     store = _own_store(group)
     watch = _shared_watch(group, store)
@@ -137,10 +150,12 @@ def _flat(
     device: torch.device,
     timeout: float,
     group: dist.ProcessGroup | None,
-    watch: Watch,
+    watch: StoreWatch,
 ) -> Transport:
     """A transport that treats all peers alike."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if chosen in _makers:
+        return _makers[chosen](store, rank, size, device, timeout)
     if chosen == "nccl":
         return NcclTransport(store, group if group is not None else _world(), device, timeout, watch)
     if chosen == "shm":
@@ -176,31 +191,31 @@ def _this_attempt() -> Store:
 def _ended(group: dist.ProcessGroup | None) -> Callable[[int], str | None]:
     """How a rank of the group ended, if it has. From now on this rank's end is told to the others."""
     rank, base = dist.get_rank(), _get_default_store()
-    held = _rolls.get(rank)
+    held = _registries.get(rank)
     if held is None or held[0] is not base:
-        held = _rolls[rank] = (base, Roll(_this_attempt(), rank))
+        held = _registries[rank] = (base, ExitRegistry(_this_attempt(), rank))
     ranks = dist.get_process_group_ranks(group if group is not None else _world())
-    roll = held[1]
-    return lambda member: roll.ended(ranks[member])
+    registry = held[1]
+    return lambda member: registry.ended(ranks[member])
 
 
 def was_in_shard() -> bool:
     """Whether a transport between several ranks was ever asked for here: this rank's end is told then."""
-    return bool(_rolls)
+    return bool(_registries)
 
 
 def end_early() -> None:
     """This rank ends, and was in no `shard`: others may come to one, over the group that the script made."""
-    Roll(_this_attempt(), dist.get_rank()).close()
+    ExitRegistry(_this_attempt(), dist.get_rank()).close()
 
 
-def _shared_watch(group: dist.ProcessGroup | None, store: Store) -> Watch:
+def _shared_watch(group: dist.ProcessGroup | None, store: Store) -> StoreWatch:
     """What all transports between these ranks share, as long as the group is the same."""
     rank, base = dist.get_rank(group), _get_default_store()
     members = (rank, *dist.get_process_group_ranks(group if group is not None else _world()))
     held = _watches.get(members)
     if held is None or held[0] is not base:
-        watch = Watch(PrefixStore("watch", store), rank, dist.get_world_size(group))
+        watch = StoreWatch(PrefixStore("watch", store), rank, dist.get_world_size(group))
         held = _watches[members] = (base, watch)
     return held[1]
 

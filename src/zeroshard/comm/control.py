@@ -1,19 +1,23 @@
-"""The control areas of ranks that share memory: one memfd per rank, written by its rank and read by all.
+"""Holds the control areas of ranks on one host: memory that each rank writes and its peers read.
 
-[Note: words] An area is an array of int64 words that only grow, some text, and two mail slots. All waiting is
-of one form, "word i of every peer >= target", and a waiting rank writes down i and target. So any rank can
-tell for itself whether another still has to wait, and a deadlock is a fact and not a guess: all ranks wait,
-none of their conditions holds, and that has not changed for `PATIENCE` seconds.
+An area is an anonymous file in memory (memfd) that other processes of the host open through
+/proc/<pid>/fd/<fd>. It has no name in any file system, so the kernel takes it back when the last process that
+maps it ends, however that ends. Torch maps it, and not Python's mmap, which keeps a file descriptor open for
+every mapping.
+
+[Note: words] An area is an array of int64 words that only grow, some text, and two slots of an exchange. All
+waiting is of one form, "word i of every peer >= target", and a waiting rank writes down i and target. So any
+rank can tell for itself whether another still has to wait, and a deadlock is a fact and not a guess: all
+ranks wait, none of their conditions holds, and that has not changed for `PATIENCE` seconds.
 
 [Note: elsewhere] A peer may be blocked in another transport of the same processes (two models, two
 transports), which this rank sees too, or in a collective of torch, which the peer's own guard writes down
-(`whereabouts`). Either counts as waiting; what torch waits for cannot be checked, so that takes
-`FOREIGN_PATIENCE`. Where all ranks are inside torch, `crossed` tells.
+(`diagnosis/stacks.py`). Either counts as waiting; what torch waits for cannot be checked, so that takes
+`FOREIGN_PATIENCE`. Where all ranks are inside torch, `desynchronised` tells.
 
 [Note: order] The data must be visible before the word that announces it. On x86 stores are seen in program
 order. Elsewhere (ARM) two uncontended lock round trips, release before acquire, order what is before against
-what is after; this is only paid there.
-"""
+what is after; this is only paid there."""
 
 from __future__ import annotations
 
@@ -27,23 +31,52 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from zeroshard.errors import OptionError, RankError
 
-from . import memfd
-from .crossed import Started, differ
+from .diagnosis.stacks import Started, differ
+from .diagnosis.waits import alike, disagreement
 from .rendezvous import Rendezvous
-from .watch import alike, disagreement
+from .stuck import OTHERS, Person, Usual, in_vain, read, say, wake
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["EPOCH", "MAIL", "MAX_LANES", "Control", "consumed", "posted"]
 
-EPOCH, MAIL, STATE, WAIT_WORD, WAIT_TARGET, WAIT_COUNT, FOREIGN = range(7)
+def create(name: str, nbytes: int, reserve: bool = True) -> int:
+    """The descriptor of a new zero-filled memfd; close it once every peer has opened it.
+
+    With `reserve`, lack of memory is an OSError now and not a SIGBUS later.
+    """
+    fd = os.memfd_create(f"zeroshard {name}"[:200], os.MFD_CLOEXEC)
+    try:
+        if reserve and nbytes > 0:
+            os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_peer(pid: int, fd: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Map what process `pid` created, as a flat tensor. OSError where /proc does not show it to us."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    path = f"/proc/{pid}/fd/{fd}"
+    # Torch would make a missing file, and reports any other trouble as a RuntimeError.
+    os.stat(path)
+    try:
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
+
+
+EPOCH, EXCHANGE, STATE, WAIT_WORD, WAIT_TARGET, WAIT_COUNT, FOREIGN, AWAY = range(8)
 RUNNING, LEFT, FAILED = range(3)
 _LANES_AT = 8
 MAX_LANES = 16384
@@ -53,10 +86,10 @@ _TEXT = 1024
 _FOREIGN_AT = _TEXT_AT + _TEXT
 _NOTE = 8192
 _NOTE_AT = _FOREIGN_AT + _NOTE
-_MAIL_AT = _NOTE_AT + _NOTE
-_MAIL_HEAD = struct.Struct("qq")
-_MAIL = 1 << 16
-_BYTES = _MAIL_AT + 2 * _MAIL
+_EXCHANGE_AT = _NOTE_AT + _NOTE
+_EXCHANGE_HEAD = struct.Struct("qq")
+_EXCHANGE = 1 << 16
+_BYTES = _EXCHANGE_AT + 2 * _EXCHANGE
 
 SPIN = 50e-6
 NAP, LONG_NAP = 20e-6, 200e-6
@@ -76,7 +109,7 @@ def posted(lane: int) -> int:
 
 
 def consumed(lane: int) -> int:
-    """The word that counts the reductions whose pieces this rank has taken from its peers."""
+    """The word that counts the reductions whose shards this rank has taken from its peers."""
     return _LANES_AT + 2 * lane + 1
 
 
@@ -89,7 +122,7 @@ def order_memory() -> None:
 
 
 @dataclass(frozen=True)
-class Blocked:
+class BlockedWait:
     """A wait that still has to last: its identity, its words, and the pids that it waits for."""
 
     wait: tuple[int, int, int]
@@ -114,37 +147,46 @@ class Control:
         self._words = [area.cast("q") for area in self._areas]
         self._peers = [words for other, words in enumerate(self._words) if other != rank]
         self._mine = self._words[rank]
+        self.usual = Usual()
         self._letters = 0
         self._foreign = 0
-        self._crossing = _Crossing()
+        self._crossing = _DesyncDetector()
         _controls.add(self)
 
     def _meet(self, meeting: Rendezvous) -> None:
-        area = memfd.create(f"control {self.rank}", _BYTES, reserve=False)
+        area, trouble, pid = -1, None, os.getpid()
         try:
-            pid, trouble = os.getpid(), None
-            met = meeting.share("control", [pid, area, _process_state(pid)[1]])
-            told = cast("list[tuple[int, int, str]]", met)
-            self.pids = [peer for peer, _, _ in told]
-            self._births = [birth for _, _, birth in told]
+            area = create(f"control {self.rank}", _BYTES, reserve=False)
+        except OSError as error:
+            trouble = f"{self._name(self.rank)} gets no {_BYTES} bytes of shared memory ({error})"
+        try:
+            mine = [pid, area, _process_state(pid)[1], Person.me(self._names[self.rank])]
+            told = cast("list[tuple[int, int, str, list[Any]]]", meeting.share("control", mine))
+            self.pids = [peer for peer, *_ in told]
+            self._here = self.pids.count(pid)  # ranks of this process
+            self._births = [birth for _, _, birth, _ in told]
+            self._people = [Person(*who) for *_, who in told]
             self._held: list[torch.Tensor] = []
-            for other, (peer, fd, _) in enumerate(told):
+            for other, (peer, fd, *_) in enumerate(told):
+                if fd < 0 or trouble is not None:
+                    continue
                 try:
-                    self._held.append(memfd.open_peer(peer, fd, _BYTES, torch.uint8))
+                    self._held.append(open_peer(peer, fd, _BYTES, torch.uint8))
                 except OSError as error:
                     trouble = (
                         f"{self._name(self.rank)} cannot open the memory of {self._name(other)} "
                         f"(pid {peer}): {error}"
                     )
-                    break
             meeting.cause = self._death
             troubles = [said for said in meeting.share("opened", trouble) if said is not None]
         finally:
-            os.close(area)
+            if area >= 0:
+                os.close(area)
         if troubles:
             raise OptionError(
                 f"transport 'shm' cannot work here: {troubles[0]}. Ranks must run as the same user in one "
-                "process namespace; use transport='gloo' instead."
+                "process namespace, and files may not be limited to less (ulimit -f); use transport='gloo' "
+                "instead."
             )
 
     def value(self, rank: int, word: int) -> int:
@@ -169,7 +211,9 @@ class Control:
     def wait(self, word: int, target: int, what: Callable[[], str]) -> None:
         """Block until `reached(word, target)`. Raises RankError if that can no longer come about."""
         start = time.perf_counter()
-        while time.perf_counter() - start < SPIN:
+        # Threads of one process have one interpreter: who looks often holds up those that it waits for.
+        here = self._here
+        while time.perf_counter() - start < SPIN / here:
             if self.reached(word, target):
                 return
             os.sched_yield()
@@ -177,7 +221,7 @@ class Control:
         self._mine[WAIT_COUNT] += 1
         self._mine[WAIT_TARGET] = target
         self.publish(WAIT_WORD, word + 1)
-        nap, looked, stuck = NAP, start, _Stillness(self)
+        nap, looked, stuck, said = NAP * here, start, _DeadlockDetector(self), False
         while not self.reached(word, target):
             self.progress()
             now = time.perf_counter()
@@ -188,33 +232,77 @@ class Control:
                     if self.reached(word, target):
                         break
                     self.leave(trouble)
-                    raise RankError(trouble)
+                    wake(self._late(word, target))
+                    raise RankError(read(trouble)[0])
+                if not said and self.usual.too_long(now - start, self.timeout):
+                    said = self._say(word, target, what(), now - start)
             time.sleep(nap)
-            nap = min(nap * 1.5, LONG_NAP)
+            nap = min(nap * 1.5, LONG_NAP * here)
         self._mine[WAIT_WORD] = 0
 
     def _trouble(self, word: int, target: int, what: str, waited: float) -> str | None:
         told = self.note()
         if told is not None:
             return told
-        late = [r for r in range(self.size) if r != self.rank and self._words[r][word] < target]
+        late = self._behind(word, target)
         me = self._name(self.rank)
         for other in late:
             who = f"{self._name(other)} (pid {self.pids[other]})"
             if self._words[other][STATE] == LEFT:
-                return f"{who} had ended or closed its run when {me} waited for {what}"
+                return (
+                    f"{who} had ended or closed its run when {me} waited for {what}. Every rank makes as "
+                    "many steps as the others, and each call of run.save(), load(), resume(), gathered(), "
+                    "publish() and close(): none of them stands under `if run.rank == 0:`"
+                )
             if not self._alive(other):
                 return f"{who} died while {me} waited for {what}"
         if waited > self.timeout:
-            names = ", ".join(map(self._name, late))
-            return f"{me} waited {waited:.0f} s for {what}, and {names} did not answer in that time"
+            blamed = self._late(word, target)
+            return in_vain(me, waited, what, blamed) if blamed or waited > self.timeout + OTHERS else None
         return None
+
+    def _behind(self, word: int, target: int) -> list[int]:
+        return [r for r in range(self.size) if r != self.rank and self._words[r][word] < target]
+
+    def _late(self, word: int, target: int) -> list[Person]:
+        """Who is to blame for a wait: of those that it waits for, the ranks that wait for nobody."""
+        return [
+            self._people[rank]
+            for rank in self._behind(word, target)
+            if self.blocked_anywhere(rank) is None and not self._words[rank][AWAY]
+        ]
+
+    def _say(self, word: int, target: int, what: str, waited: float) -> bool:
+        """By the first of the ranks that have come."""
+        late = self._late(word, target)
+        if late and min(set(self._names) - {person.rank for person in late}) == self._names[self.rank]:
+            say(self._names[self.rank], waited, what, late)
+        return bool(late)
+
+    @property
+    def name(self) -> int:
+        """What messages call this rank."""
+        return self._names[self.rank]
+
+    def waits_for(self) -> str | None:
+        """What this rank waits for here."""
+        return self._read_text(self.rank, _TEXT_AT) if self._mine[WAIT_WORD] else None
+
+    def blamed(self) -> str | None:
+        """Why others ended, if it is because this rank did not come and it does not know: it is elsewhere."""
+        text, late = read(self._told() or "")
+        waits = self._mine[WAIT_WORD] or self._mine[AWAY]
+        return text if self._names[self.rank] in late and not waits else None
 
     def _name(self, rank: int) -> str:
         return f"rank {self._names[rank]}"
 
     def note(self) -> str | None:
         """Why a peer failed, if one has said so."""
+        told = self._told()
+        return None if told is None else read(told)[0]
+
+    def _told(self) -> str | None:
         for other, words in enumerate(self._words):
             if other != self.rank and words[STATE] == FAILED:
                 return self._read_text(other, _NOTE_AT)
@@ -231,19 +319,23 @@ class Control:
         return f"{self._name(dead[0])} (pid {self.pids[dead[0]]}) died" if dead else None
 
     def _alive(self, rank: int) -> bool:
+        if self.pids[rank] == self.pids[self.rank]:
+            return True  # a thread of this process
         state, birth = _process_state(self.pids[rank])
         return state not in ("", "Z", "X") and birth == self._births[rank]
 
-    def blocked(self, rank: int) -> Blocked | None:
+    def blocked(self, rank: int) -> BlockedWait | None:
         """What a rank waits for here, if it does and still has to."""
         words = self._words[rank]
         count, word, target = words[WAIT_COUNT], words[WAIT_WORD] - 1, words[WAIT_TARGET]
         late = [r for r, peer in enumerate(self._words) if word >= 0 and r != rank and peer[word] < target]
         if not late:
             return None
-        return Blocked((count, word, target), self._read_text(rank, _TEXT_AT), {self.pids[r] for r in late})
+        return BlockedWait(
+            (count, word, target), self._read_text(rank, _TEXT_AT), {self.pids[r] for r in late}
+        )
 
-    def blocked_anywhere(self, rank: int) -> Blocked | None:
+    def blocked_anywhere(self, rank: int) -> BlockedWait | None:
         """What a rank waits for, here or elsewhere; see [Note: elsewhere]."""
         found = self.blocked(rank)
         # Ranks that are threads of one process cannot be told apart by it.
@@ -253,7 +345,7 @@ class Control:
             found = next((b for b in seen if b is not None and b.late <= set(self.pids)), None)
         count = self._words[rank][FOREIGN]
         if found is None and count > 0:
-            found = Blocked((count, -1, 0), self._foreign_wait(rank)[0], set(), foreign=True)
+            found = BlockedWait((count, -1, 0), self._foreign_wait(rank)[0], set(), foreign=True)
         return found
 
     def tell_foreign(self, text: str | None, told: Started | None = None) -> None:
@@ -273,7 +365,7 @@ class Control:
         except ValueError:  # it is being written
             return label, {}
 
-    def crossed(self, now: float) -> str | None:
+    def desynchronised(self, now: float) -> str | None:
         """Whether all ranks are in collectives of torch that cannot be the same."""
         counts = [words[FOREIGN] for words in self._words]
         waits = [(count, *self._foreign_wait(rank)) for rank, count in enumerate(counts)]
@@ -289,11 +381,11 @@ class Control:
             self._write_text(_NOTE_AT, _NOTE, note)
             self.publish(STATE, FAILED)
 
-    def mail(self, label: str, payload: bytes) -> list[bytes]:
+    def exchange(self, label: str, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order. All ranks must send under the same label at the same time."""
         name = label.encode()[:_LABEL]
         message = name + b"\0" + payload
-        room = _MAIL - _MAIL_HEAD.size
+        room = _EXCHANGE - _EXCHANGE_HEAD.size
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         sent, longest = 0, 1
         while sent < longest:
@@ -308,16 +400,16 @@ class Control:
         # Two slots are enough: to write letter n a rank has seen every peer's n-1, and a peer that wrote n-1
         # has read all of n-2.
         self._letters += 1
-        at = _MAIL_AT + (self._letters % 2) * _MAIL
-        body = at + _MAIL_HEAD.size
+        at = _EXCHANGE_AT + (self._letters % 2) * _EXCHANGE
+        body = at + _EXCHANGE_HEAD.size
         mine = self._areas[self.rank]
-        _MAIL_HEAD.pack_into(mine, at, total, len(chunk))
+        _EXCHANGE_HEAD.pack_into(mine, at, total, len(chunk))
         mine[body : body + len(chunk)] = chunk
-        self.publish(MAIL, self._letters)
-        self.wait(MAIL, self._letters, lambda: label)
+        self.publish(EXCHANGE, self._letters)
+        self.wait(EXCHANGE, self._letters, lambda: label)
         totals = []
         for part, area in zip(parts, self._areas, strict=True):
-            whole, length = _MAIL_HEAD.unpack_from(area, at)
+            whole, length = _EXCHANGE_HEAD.unpack_from(area, at)
             totals.append(whole)
             part.append(bytes(area[body : body + length]))
         return totals
@@ -341,12 +433,12 @@ def _memory(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
 
 
-class _Stillness:
+class _DeadlockDetector:
     """Notices that all ranks are blocked and stay so."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._seen: list[Blocked | None] = []
+        self._seen: list[BlockedWait | None] = []
         self._since = 0.0
 
     def trouble(self, now: float) -> str | None:
@@ -360,7 +452,7 @@ class _Stillness:
         return disagreement([blocked.label for blocked in known], self._control._names)
 
 
-class _Crossing:
+class _DesyncDetector:
     """Notices that ranks have been in different collectives for a while."""
 
     def __init__(self) -> None:

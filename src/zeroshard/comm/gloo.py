@@ -1,11 +1,10 @@
-"""Ranks on several hosts without GPUs: pieces over gloo's sends and receives, and a sum on the host.
+"""Joins ranks on several hosts without GPUs: shards go over gloo's sends and receives, sums are made here.
 
 Gloo's own reduce-scatter moves the bytes of an all-reduce, and its all-gather is slow; this moves the ideal
 volume.
 
-- **stage**: host memory into which the peers' pieces arrive; one per wire, and one per key of a gather for
-  what is short; reused for ever. What a gather is made of: see `passage`.
-"""
+- **stage**: host memory into which the peers' shards arrive; one per wire, and one per key of a gather for
+  what is short; reused for ever. What a gather is made of: see `targets`."""
 
 from __future__ import annotations
 
@@ -18,33 +17,32 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from zeroshard.comm import bounce
 from zeroshard.errors import RankError
+from zeroshard.layout.specs import TransportTraits
 
-from . import bounce, failure
-from .letter import LETTER, head_of, opened, room_beside
-from .link import LETTERS, Job, Link, Messages
-from .passage import Passage, rooms_for
-from .sums import sum_pieces
+from .diagnosis import exits
+from .diagnosis.waits import StoreWatch, alike, asked_for, disagreement
+from .link import LETTER, LETTERS, Messages, MessageSet, PeerLink, head_of, opened, room_beside
+from .sums import sum_shards
+from .targets import GatherMessages, rooms_for
 from .transport import (
     HEAD,
     Add,
-    AddingTransport,
     Cuts,
     Land,
-    Region,
     Spans,
+    SummingTransport,
+    TransportBuffer,
     Work,
     fold,
     length_of,
     parts_of,
     slices,
 )
-from .watch import Watch, alike, asked_for, disagreement
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-__all__ = ["GlooTransport"]
 
 _PASSAGES = 4  # of one key that are kept
 TURNS = 4  # lanes of a wire for sums, one for each of so many updates
@@ -56,11 +54,11 @@ Finish = Callable[[], None]
 Tails = Sequence[ctypes.c_ubyte]
 
 
-class GlooTransport(AddingTransport):
+class GlooTransport(SummingTransport):
     """Sends and receives over gloo. Regions are host memory, also where the device is a GPU."""
 
     name = "gloo"
-    overlaps = direct = True
+    traits = TransportTraits(overlaps=True, direct=True, adds_here=True)
 
     def __init__(
         self,
@@ -69,33 +67,34 @@ class GlooTransport(AddingTransport):
         size: int,
         device: torch.device | None = None,
         timeout: float = 600.0,
-        watch: Watch | None = None,
+        watch: StoreWatch | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
         self._names = names
-        self._link = Link(store, rank, size, timeout, watch, names)
+        self._link = PeerLink(store, rank, size, timeout, watch, names)
         self._link.tag(LETTERS, 0)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._lanes_used = 0
         self._turns = 0
         self._lanes_free: list[int] = []
-        self._pending: dict[Region, list[_Move]] = {}
-        self._sends: dict[Region, list[Job]] = {}
+        self._pending: dict[TransportBuffer, list[_Move]] = {}
+        self._sends: dict[TransportBuffer, list[MessageSet]] = {}
         self._bounce: torch.Tensor | None = None
-        failure.listen(self)
+        exits.listen(self)
 
     # Regions
 
-    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
         return self.adopt(key, torch.zeros(numel, dtype=dtype))
 
-    def adopt(self, key: str, memory: torch.Tensor) -> Region:
-        """A region over flat host memory that the caller has. Collective in call order, as `allocate`."""
+    def adopt(self, key: str, memory: torch.Tensor) -> TransportBuffer:
+        """A transport buffer over flat host memory that the caller has. Collective in call order, as
+        `allocate`."""
         dtype = memory.dtype
         lane = self._lanes_free.pop() if self._lanes_free else self._lanes_used + 1
         self._lanes_used = max(self._lanes_used, lane)
-        told = [json.loads(text) for text in self._mail(f"region '{key}'", [str(dtype), lane])]
+        told = [json.loads(text) for text in self._exchange(f"region '{key}'", [str(dtype), lane])]
         if any(item != told[0] for item in told):
             raise RankError(
                 f"ranks allocate different regions as '{key}': {told} (dtype and lane in rank order). "
@@ -104,25 +103,25 @@ class GlooTransport(AddingTransport):
         names = [f"deal {lane}", f"gather {lane}", *(f"reduce {lane} {turn}" for turn in range(TURNS))]
         for number, name in enumerate(names):
             self._link.tag(name, len(names) * lane + number)
-        return Region(key, memory, lane)
+        return TransportBuffer(key, memory, lane)
 
-    def free(self, region: Region) -> None:
-        self._settle(region)
-        self._lanes_free.append(region.lane)
-        region.mine = region.mine.new_empty(0)
-        region.state.clear()
-        region.prepared.clear()
+    def free(self, transport_buffer: TransportBuffer) -> None:
+        self._settle(transport_buffer)
+        self._lanes_free.append(transport_buffer.lane)
+        transport_buffer.mine = transport_buffer.mine.new_empty(0)
+        transport_buffer.state.clear()
+        transport_buffer.prepared.clear()
 
-    def fill(self, region: Region) -> None:
-        if self._pending.get(region) or self._sends.get(region):
+    def fill(self, transport_buffer: TransportBuffer) -> None:
+        if self._pending.get(transport_buffer) or self._sends.get(transport_buffer):
             with self.counters.waiting("fill"):
-                self._settle(region)
+                self._settle(transport_buffer)
 
-    def _settle(self, region: Region) -> None:
-        """Finish what this rank has started on a region."""
-        for move in self._pending.pop(region, []):
+    def _settle(self, transport_buffer: TransportBuffer) -> None:
+        """Finish what this rank has started on a transport buffer."""
+        for move in self._pending.pop(transport_buffer, []):
             move.wait()
-        for job in self._sends.pop(region, []):
+        for job in self._sends.pop(transport_buffer, []):
             self._link.wait(job)
 
     # Traffic
@@ -132,49 +131,49 @@ class GlooTransport(AddingTransport):
         add: Add,
         kind: str,
         key: str,
-        wire: Region,
-        pieces: Sequence[int],
+        wire: TransportBuffer,
+        shards: Sequence[int],
         out: torch.Tensor,
         scale: float,
     ) -> Work:
         # What ranks send in different steps must not meet: at stage 0 nobody else would tell.
-        return self.reduce_from(kind, key, wire, slices(wire.mine, pieces), out, scale, add, self._turns)
+        return self.reduce_from(kind, key, wire, slices(wire.mine, shards), out, scale, add, self._turns)
 
     def reduce_from(
         self,
         kind: str,
         key: str,
-        wire: Region,
+        wire: TransportBuffer,
         offered: Sequence[torch.Tensor],
         out: torch.Tensor,
         scale: float,
-        add: Add = sum_pieces,
+        add: Add = sum_shards,
         turn: int = 0,
     ) -> Work:
-        """As `reduce`, with the pieces in any places of the wire: `offered[r]` is the one for rank r."""
+        """As `reduce`, with the shards in any places of the wire: `offered[r]` is the one for rank r."""
         # Several buckets take turns on one wire, and so on its stage: what was there has been added by now.
         for move in self._pending.pop(wire, []):
             move.wait()
-        pieces = [piece.numel() for piece in offered]
-        mine = pieces[self.rank]
+        shards = [shard.numel() for shard in offered]
+        mine = shards[self.rank]
         stage = self._stage(wire, "reduce", mine * (self.size - 1))
-        landing = slices(stage, [mine] * (self.size - 1))
-        receives = list(zip(self._peers, landing, strict=True)) if mine else []
-        sends = [(peer, offered[peer]) for peer in self._peers if pieces[peer]]
+        reduced_grad = slices(stage, [mine] * (self.size - 1))
+        receives = list(zip(self._peers, reduced_grad, strict=True)) if mine else []
+        sends = [(peer, offered[peer]) for peer in self._peers if shards[peer]]
         tails = _tails(receives)
         label = f"its {kind} [{key}]" + (f", turn {turn}" if turn else "")
         got, sent = self._link.start(label, f"reduce {wire.lane} {turn % TURNS}", receives, sends)
-        sources = [*landing[: self.rank], offered[self.rank], *landing[self.rank :]]
+        sources = [*reduced_grad[: self.rank], offered[self.rank], *reduced_grad[self.rank :]]
         move = _Move(self, kind, got, lambda: add(out, sources, scale), tails)
         self._begin(wire, move, sent)
-        self._count_reduce(kind, pieces, wire.mine.element_size())
+        self._count_reduce(kind, shards, wire.mine.element_size())
         return move
 
-    def deal(
+    def all_to_all(
         self,
         kind: str,
         key: str,
-        wire: Region,
+        wire: TransportBuffer,
         offers: Spans,
         takes: Spans,
         land: Land,
@@ -184,7 +183,7 @@ class GlooTransport(AddingTransport):
             move.wait()  # the parts of an earlier turn lie where those of this one will
         offered = parts_of(wire.mine, offers)
         if varies:
-            return self._deal_varying(kind, key, wire, offered, takes, land)
+            return self._all_to_all_varying(kind, key, wire, offered, takes, land)
         parts = slices(self._stage(wire, "deal", sum(n for _, n in takes)), [n for _, n in takes])
         parts[self.rank] = offered[self.rank]
         receives = [(peer, parts[peer]) for peer in self._peers if takes[peer][1]]
@@ -193,11 +192,17 @@ class GlooTransport(AddingTransport):
         got, sent = self._link.start(f"its {kind} [{key}]", f"deal {wire.lane}", receives, sends)
         move = _Move(self, kind, got, lambda: land(parts), tails)
         self._begin(wire, move, sent)
-        self._count_deal(kind, [n for _, n in offers], [n for _, n in takes])
+        self._count_all_to_all(kind, [n for _, n in offers], [n for _, n in takes])
         return move
 
-    def _deal_varying(
-        self, kind: str, key: str, wire: Region, offered: list[torch.Tensor], takes: Spans, land: Land
+    def _all_to_all_varying(
+        self,
+        kind: str,
+        key: str,
+        wire: TransportBuffer,
+        offered: list[torch.Tensor],
+        takes: Spans,
+        land: Land,
     ) -> Work:
         """Heads first; when they have come, room for the rest is made. What follows a head is sent at once
         behind it, and gloo keeps it back until it is asked for."""
@@ -223,7 +228,7 @@ class GlooTransport(AddingTransport):
                     receives.append((peer, parts[peer][HEAD:]))
             with self.counters.waiting(kind):
                 self._link.wait(self._link.start(label, lane, receives, [])[0])
-            self._count_deal(kind, lengths, used)
+            self._count_all_to_all(kind, lengths, used)
             land(parts)
 
         move = _Move(self, kind, got, finish)
@@ -231,7 +236,7 @@ class GlooTransport(AddingTransport):
         return move
 
     def gather(
-        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+        self, kind: str, key: str, source: TransportBuffer, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         self._finish_last(source, key)
         source.state["source"] = True
@@ -249,55 +254,58 @@ class GlooTransport(AddingTransport):
         return move
 
     def _passage(
-        self, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
-    ) -> Passage:
-        """Prepared before, if what is gathered went to the same tensors: a bundle has few buffers."""
-        known = cast("list[Passage]", source.prepared.setdefault(key, []))
+        self, key: str, source: TransportBuffer, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+    ) -> GatherMessages:
+        """Prepared before, if what is gathered went to the same tensors: a gather group has few buffers."""
+        known = cast("list[GatherMessages]", source.prepared.setdefault(key, []))
         for passage in known:
             if passage.out is out and passage.cuts == cuts:
                 return passage
-        made = Passage(key, source, cuts, out, self.rank, partial(self._stage, source))
+        made = GatherMessages(key, source, cuts, out, self.rank, partial(self._stage, source))
         known[:] = [made, *known[: _PASSAGES - 1]]
         return made
 
-    def receive(self, wire: Region, most: int) -> int:
+    def receive(self, wire: TransportBuffer, most: int) -> int:
         return self._stage(wire, "reduce", most * len(self._peers)).nbytes
 
-    def expect(self, key: str, source: Region, cuts: Cuts) -> int:
+    def expect(self, key: str, source: TransportBuffer, cuts: Cuts) -> int:
         rooms = rooms_for(key, cuts, self.rank, source.mine.element_size())
         return sum(self._stage(source, name, numel).nbytes for name, numel in rooms.items())
 
-    def _stage(self, region: Region, name: str, numel: int) -> torch.Tensor:
-        held = cast("torch.Tensor | None", region.state.get(name))
+    def _stage(self, transport_buffer: TransportBuffer, name: str, numel: int) -> torch.Tensor:
+        held = cast("torch.Tensor | None", transport_buffer.state.get(name))
         if held is None or held.numel() < numel:
-            held = region.state[name] = torch.empty(numel, dtype=region.mine.dtype)
+            held = transport_buffer.state[name] = torch.empty(numel, dtype=transport_buffer.mine.dtype)
         return held[:numel]
 
-    def _finish_last(self, region: Region, key: str) -> None:
+    def _finish_last(self, transport_buffer: TransportBuffer, key: str) -> None:
         """A gather's stage is in use until the last gather of that key has ended."""
-        last = region.state.get(f"last {key}")
+        last = transport_buffer.state.get(f"last {key}")
         if last is not None:
             cast(_Move, last).wait()
 
-    def _begin(self, region: Region, move: _Move, sent: Job) -> None:
-        open_moves = [other for other in self._pending.get(region, []) if not other.ended]
-        self._pending[region] = [*open_moves, move]
-        open_sends = [job for job in self._sends.get(region, []) if not job.done]
-        self._sends[region] = [*open_sends, sent]
+    def _begin(self, transport_buffer: TransportBuffer, move: _Move, sent: MessageSet) -> None:
+        open_moves = [other for other in self._pending.get(transport_buffer, []) if not other.ended]
+        self._pending[transport_buffer] = [*open_moves, move]
+        open_sends = [job for job in self._sends.get(transport_buffer, []) if not job.done]
+        self._sends[transport_buffer] = [*open_sends, sent]
 
     def open(self) -> None:
         return None
 
     def fence(self) -> None:
         self._turns += 1
+        self.beat()
         with self.counters.waiting("fence"):
             # Wires have `fill`: a reduction may take longer than the step that started it.
-            for region in [region for region in self._sends if "source" in region.state]:
-                self._settle(region)
+            for transport_buffer in [
+                transport_buffer for transport_buffer in self._sends if "source" in transport_buffer.state
+            ]:
+                self._settle(transport_buffer)
 
     # Small agreements
 
-    def _mail(self, label: str, value: object) -> list[bytes]:
+    def _exchange(self, label: str, value: object) -> list[bytes]:
         return self._letters(label, json.dumps(value).encode())
 
     def _letters(self, label: str, payload: bytes) -> list[bytes]:
@@ -362,7 +370,7 @@ class GlooTransport(AddingTransport):
         return fold([struct.unpack(f"{len(row) // 8}d", row) for row in rows], how)
 
     def exchange(self, value: object, what: str = "an exchange") -> list[object]:
-        return [json.loads(text) for text in self._mail(what, value)]
+        return [json.loads(text) for text in self._exchange(what, value)]
 
     def broadcast(self, key: str, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         label = f"broadcast '{key}'"
@@ -387,7 +395,19 @@ class GlooTransport(AddingTransport):
 
     # The end
 
-    def guard(self, overdue: Callable[[], str | None], give_up: Callable[[str], None]) -> None:
+    def waits_for(self) -> str | None:
+        """What this rank waits for here."""
+        return self._link.waits_for()
+
+    def also(self, away: Callable[[], str | None]) -> None:
+        """Tell peers what this rank waits for in another transport."""
+        self._link.away = away
+
+    def beat(self) -> None:
+        """A step has come to its end."""
+        self._link.usual.beat()
+
+    def guard(self, overdue: Callable[[], tuple[str, float] | None], give_up: Callable[[str], None]) -> None:
         """Also watch waits that this transport does not do itself. See `Link.guard`."""
         self._link.guard(overdue, give_up)
 
@@ -398,7 +418,7 @@ class GlooTransport(AddingTransport):
         return self._link.note()
 
     def close(self) -> None:
-        failure.unlisten(self)
+        exits.unlisten(self)
         self._link.flush([job for jobs in self._sends.values() for job in jobs if not job.done], _PARTING)
         self._link.close()
         self._pending.clear()
@@ -417,7 +437,7 @@ class _Move:
     __slots__ = ("_finish", "_job", "_kind", "_tails", "_transport", "ended")
 
     def __init__(
-        self, transport: GlooTransport, kind: str, job: Job, finish: Finish, tails: Tails | None = None
+        self, transport: GlooTransport, kind: str, job: MessageSet, finish: Finish, tails: Tails | None = None
     ) -> None:
         self._transport, self._kind, self._job, self._tails = transport, kind, job, tails
         self._finish: Finish | None = finish

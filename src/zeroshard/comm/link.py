@@ -1,4 +1,7 @@
-"""Messages between ranks on any hosts: gloo's sends and receives, with waits that end when a peer has failed.
+"""Sends messages between ranks on any hosts, over gloo, with waits that end when a peer has failed.
+
+A small message is a head of one size, with a label, the length of what is told, and as much of that as fits.
+The rest follows.
 
 A wait inside gloo cannot be interrupted from Python, and a rank that waits there sees nothing else. So a
 guard thread looks up every half second. If a peer has failed, or the ranks wait for different things, it
@@ -7,16 +10,14 @@ passes the reason on and breaks the connections, which wakes the waiting rank up
 A failing rank tells its peers why over these connections: every rank keeps a receive open for a note from
 each peer. The store would not do for this, because it usually ends with rank 0.
 
-[Note: the post] Gloo writes what it can in the call that sends it, and makes a caller wait while it reads
-what comes in on the same connection: a step of 27 M parameters lost a tenth of its time in such calls, most
-of it without working. So a thread of its own makes them for bulk traffic, in order. Letters, which someone
-waits for, are sent by the caller; no lane has both.
-"""
+[Note: the sending thread] Gloo writes what it can in the call that sends it, and makes a caller wait while it
+reads what comes in on the same connection: a step of 27 M parameters lost a tenth of its time in such calls,
+most of it without working. So a thread of its own makes them for bulk traffic, in order. Small messages,
+which someone waits for, are sent by the caller; no lane has both."""
 
 from __future__ import annotations
 
-import os
-import socket
+import struct
 import threading
 import time
 import weakref
@@ -32,17 +33,45 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 from zeroshard.errors import RankError
 
-from . import failure
-from .crossed import Started, named, started
+from .address import settle
+from .diagnosis import exits
+from .diagnosis.stacks import StackProbe, Started, named, started
+from .diagnosis.waits import LONG, Aside, StoreWatch, look_after, part_from
 from .rendezvous import Rendezvous
-from .watch import LONG, Watch, look_after, part_from
-from .whereabouts import Whereabouts
+from .stuck import OTHERS, Person, Usual, in_vain, read, say, show_and_end, wake
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch._C._distributed_c10d import Work as GlooWork
 
-__all__ = ["Job", "Link", "Messages"]
+
+LETTER = 1024  # bytes of a head
+_LABEL = 400
+_LENGTHS = struct.Struct("qq")
+
+
+def head_of(label: str, payload: bytes) -> bytes:
+    """What a letter begins with."""
+    name = _name(label)
+    head = _LENGTHS.pack(len(name), len(payload)) + name + payload[: room_beside(label)]
+    return head.ljust(LETTER, b"\0")
+
+
+def room_beside(label: str) -> int:
+    """How many bytes of the payload the head has room for."""
+    return LETTER - _LENGTHS.size - len(_name(label))
+
+
+def opened(head: bytes) -> tuple[str, int, bytes]:
+    """A letter's label, the length of its payload, and what of that came with the head."""
+    length, total = _LENGTHS.unpack_from(head)
+    body = head[_LENGTHS.size :]
+    return body[:length].decode(errors="replace"), total, body[length:][:total]
+
+
+def _name(label: str) -> bytes:
+    return label.encode()[:_LABEL]
+
 
 _BREAK_TAG = 0
 _NOTE_TAG = 1
@@ -58,7 +87,7 @@ Messages = Sequence[tuple[int, torch.Tensor]]
 
 
 @dataclass(eq=False)
-class Job:
+class MessageSet:
     """The sends or the receives of one operation, by peer. Its tensors are busy until it is done.
 
     `posted`: gloo has been asked for all of them, or has `refused` one.
@@ -83,7 +112,7 @@ class Job:
             self.posted.set()
 
 
-class Link:
+class PeerLink:
     """Connections to all peers. A lane is a sequence of operations that all ranks start in the same order."""
 
     def __init__(
@@ -92,31 +121,38 @@ class Link:
         rank: int,
         size: int,
         timeout: float,
-        watch: Watch | None = None,
+        watch: StoreWatch | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.timeout = timeout
         called = range(size) if names is None else names
         self._me = f"rank {called[rank]}"
-        told = Rendezvous(store, rank, size, timeout).share("who", [os.getpid(), socket.gethostname()])
-        people = zip(called, cast("list[tuple[int, str]]", told), strict=True)
-        self._who = [f"rank {r} (pid {pid} on {host})" for r, (pid, host) in people]
+        meeting = Rendezvous(store, rank, size, timeout)
+        self._names = called
+        self._people = [
+            Person(*cast("list[Any]", who)) for who in meeting.share("who", Person.me(called[rank]))
+        ]
         # Far beyond our own timeout: gloo's would break the connection without a word about the cause.
-        gloo: Any = ProcessGroupGloo(store, rank, size, timedelta(seconds=10 * timeout + 3600))
+        gloo = _connections(store, rank, size, settle(meeting), timedelta(seconds=10 * timeout + 3600))
         self._gloo = gloo
-        self._watch = watch if watch is not None else Watch(store, rank, size)
+        self._watch = watch if watch is not None else StoreWatch(store, rank, size)
         self._number = self._watch.join()
-        self._whereabouts = Whereabouts()
+        self._stacks = StackProbe()
         self._tags: dict[str, int] = {}
         self._post: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         post = threading.Thread(target=_deliver, args=(self._post,), name="zeroshard post", daemon=True)
         post.start()
         weakref.finalize(self, self._post.put, None)
-        self._waiting: tuple[Job, float] | None = None
-        self._place: tuple[Job | None, str] = (None, "")  # of the program, in the last long wait
+        self.usual = Usual()
+        self.away: Callable[[], str | None] = lambda: None  # what this rank waits for in another transport
+        self._aside = Aside()
+        self._waiting: tuple[MessageSet, float] | None = None
+        self._peer: int | None = None  # that is waited for
+        self._said: object = None  # the wait that was spoken of
+        self._place: tuple[MessageSet | None, str] = (None, "")  # of the program, in the last long wait
         self._verdict: str | None = None
-        self._overdue: Callable[[], str | None] = lambda: None
+        self._overdue: Callable[[], tuple[str, float] | None] = lambda: None
         self._give_up: Callable[[str], None] = lambda trouble: None
         self._probe = torch.zeros(1, dtype=torch.uint8)
         self._probes: list[GlooWork] = []
@@ -133,11 +169,13 @@ class Link:
         """Give a lane its tag: the same number on every rank, and no other lane's."""
         self._tags[lane] = _FIRST_TAG + number
 
-    def start(self, label: str, lane: str, receives: Messages, sends: Messages) -> tuple[Job, Job]:
+    def start(
+        self, label: str, lane: str, receives: Messages, sends: Messages
+    ) -> tuple[MessageSet, MessageSet]:
         """Start one turn of a lane: its receives and its sends."""
         tag, name = self._tags[lane], f"{self._number} {lane}"
         turn = self._watch.started[name] = self._watch.started.get(name, 0) + 1
-        got, sent = Job(label, name, turn), Job(label, name, turn)
+        got, sent = MessageSet(label, name, turn), MessageSet(label, name, turn)
         for job, call, messages in ((got, self._gloo.recv, receives), (sent, self._gloo.send, sends)):
             if lane == LETTERS:
                 job.post(call, messages, tag)
@@ -145,7 +183,7 @@ class Link:
                 self._post.put(partial(job.post, call, messages, tag))
         return got, sent
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: MessageSet) -> None:
         """Block until the job is done. Raises RankError if it cannot come about."""
         if job.done:
             return
@@ -161,7 +199,8 @@ class Link:
         job.done = True
         job.works.clear()
 
-    def _wait_one(self, job: Job, peer: int, work: GlooWork) -> None:
+    def _wait_one(self, job: MessageSet, peer: int, work: GlooWork) -> None:
+        self._peer = peer
         try:
             work.wait()
         except RuntimeError as error:
@@ -169,14 +208,24 @@ class Link:
 
     def note(self) -> str | None:
         """Why a peer failed, if one has said so."""
+        told = self._told()
+        return None if told is None else read(told)[0]
+
+    def _told(self) -> str | None:
         for note in self._notes.values():
             length = int(note[0]) + 256 * int(note[1])
             if length:
                 return bytes(note[2 : 2 + length].tolist()).decode(errors="replace")
         return None
 
-    def guard(self, overdue: Callable[[], str | None], give_up: Callable[[str], None]) -> None:
-        """Watch waits of another kind too: `overdue` says what they are for, `give_up` ends them."""
+    def waits_for(self) -> str | None:
+        """What this rank waits for here."""
+        waiting = self._waiting
+        return None if waiting is None else waiting[0].label
+
+    def guard(self, overdue: Callable[[], tuple[str, float] | None], give_up: Callable[[str], None]) -> None:
+        """Watch waits of another kind too: `overdue` says what they are for and how long they have lasted,
+        `give_up` ends them."""
         self._overdue, self._give_up = overdue, give_up
 
     def look(self) -> None:
@@ -190,47 +239,87 @@ class Link:
         trouble = self.note()
         if trouble is None and waited > LONG:
             trouble = self._watched(self._placed(job))
-        if trouble is None and waited > self.timeout:
-            trouble = f"{self._me} waited {waited:.0f} s for {job.label} and got no answer in that time"
+        if trouble is None:
+            trouble = self._in_vain(job, job.label, waited)
         if trouble is not None and self._waiting is waiting:
-            self._verdict = trouble
-            self.report(trouble)
+            self._verdict = read(trouble)[0]
+            self._tell_all(trouble)
             self._break()
 
-    def _placed(self, job: Job) -> Job:
+    def _tell_all(self, trouble: str) -> None:
+        """Peers, and those that it is about, if they are stopped on this host."""
+        self.report(trouble)
+        wake([self._people[self._names.index(rank)] for rank in read(trouble)[1]])
+
+    def _in_vain(self, wait: object, what: str, waited: float) -> str | None:
+        """Speak of a wait that is too long; the text of one that is over."""
+        ends = waited > self.timeout
+        # Peers that wait themselves have said so by then.
+        if not ends and (self._said is wait or not self.usual.too_long(waited - 2 * _LOOK, self.timeout)):
+            return None
+        late = self._late()
+        if ends:  # a peer that waits elsewhere names who did not come there
+            return in_vain(self._me, waited, what, late) if late or waited > self.timeout + OTHERS else None
+        if not late:
+            return None
+        self._said = wait
+        here = self._names[self.rank]
+        if min(set(self._names) - {person.rank for person in late}) == here:
+            say(here, waited, what, late)
+        return None
+
+    def _late(self) -> list[Person]:
+        """Who is to blame for a wait: the ranks that wait for nothing. Where the store does not say, with the
+        process that keeps it stopped: the peer whose message does not come."""
+        found = self._aside.call(self._watch.absent)
+        if found is None:
+            found = [] if self._peer is None else [self._peer]
+        return [self._people[rank] for rank in found]
+
+    def _placed(self, job: MessageSet) -> MessageSet:
         """With where the program is; looked up once for each wait, which takes a while."""
         if self._place[0] is not job:
-            self._place = job, self._whereabouts.caller()
-        return Job(job.label + self._place[1], job.lane, job.turn)
+            self._place = job, self._stacks.caller()
+        return MessageSet(job.label + self._place[1], job.lane, job.turn)
 
     def _look_elsewhere(self) -> None:
-        label = self._overdue()
-        if label is None:
-            self._look_into_torch(self._whereabouts.collective(LONG))
+        note, listed = read(self._told() or "")
+        if self._names[self.rank] in listed:  # also where the device has stood still as long as this rank
+            show_and_end(self._names[self.rank], note, self._stacks.thread)
+        overdue = self._overdue()
+        if overdue is None:
+            away = self.away()
+            if away is not None:
+                self._watched(MessageSet(away, "", 0), away=True)
+                return
+            self._look_into_torch(self._stacks.collective(LONG))
             return
-        trouble = self._lost(label) or self._watched(Job(label, "", 0))
+        label, waited = overdue
+        trouble = self._lost(label) or self._watched(MessageSet(label, "", 0))
+        # The device may be behind for long: its oldest operation is the wait.
+        trouble = trouble or self._in_vain(label, label, waited)
         if trouble is not None:
-            self.report(trouble)
-            self._give_up(trouble)
+            self._tell_all(trouble)
+            self._give_up(read(trouble)[0])
 
     def _look_into_torch(self, label: str | None) -> None:
         """Peers that wait for this rank end the run: here, torch notices that they are gone. Where all are
         inside torch, nobody else does."""
         told = {} if label is None else started()
-        trouble = self._watched(None if label is None else Job(named(label, told), "", 0), told)
+        trouble = self._watched(None if label is None else MessageSet(named(label, told), "", 0), told)
         if trouble is not None and self._watch.all_foreign:
             self.report(trouble)
-            failure.give_up(self.rank, trouble)
+            exits.give_up(self.rank, trouble)
 
-    def _watched(self, job: Job | None, told: Started | None = None) -> str | None:
-        try:
-            if job is None:
-                self._watch.over(self)
-                return None
-            return self._watch.waiting(self, job.label, job.lane, job.turn, told)
-        except RuntimeError:
-            # The store has gone with its rank. Then so has the connection to it, which gloo notices.
-            return None
+    def _watched(self, job: MessageSet | None, told: Started | None = None, away: bool = False) -> str | None:
+        # Where the store has gone with its rank, so has the connection to it, which gloo notices.
+        if job is not None:
+            return self._aside.call(
+                partial(self._watch.waiting, self, job.label, job.lane, job.turn, told, away)
+            )
+        if self._watch.speaks_for(self):
+            self._aside.call(partial(self._watch.over, self))
+        return None
 
     def _break(self) -> None:
         """Close the connections. Gloo does it to one on which a wait has timed out."""
@@ -263,9 +352,9 @@ class Link:
                 return told
             time.sleep(0.01)
         if "closed" in error or "reset" in error:
-            return f"{self._who[peer]} ended or was killed while {self._me} waited for {label}"
+            return f"{self._people[peer]} ended or was killed while {self._me} waited for {label}"
         reason = error.splitlines()[0]
-        return f"the connection of {self._me} to {self._who[peer]} failed in {label}: {reason}"
+        return f"the connection of {self._me} to {self._people[peer]} failed in {label}: {reason}"
 
     def _fail(self, label: str, peer: int, error: RuntimeError) -> None:
         text = self._blame(label, peer, str(error))
@@ -296,7 +385,7 @@ class Link:
         except RuntimeError:
             return
 
-    def flush(self, jobs: Iterable[Job], seconds: float) -> None:
+    def flush(self, jobs: Iterable[MessageSet], seconds: float) -> None:
         """Wait for sends that nobody here waits for: gloo keeps a message back until its receiver asks, and
         forgets it with its job. Not where a rank has failed, and not for ever."""
         end = time.monotonic() + seconds
@@ -315,7 +404,16 @@ class Link:
         """Let go of the connections, and of the threads that use them: [Note: threads inside torch]."""
         self._closed.set()
         self._post.put(None)
-        part_from(self._threads)
+        part_from([*self._threads, *self._aside.threads])
+
+
+def _connections(store: Store, rank: int, size: int, address: str | None, patience: timedelta) -> Any:
+    """Gloo's to all peers, at this address; None: at the one that gloo finds."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    options._timeout = patience
+    return gloo(store, rank, size, options)
 
 
 def _deliver(post: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -7,48 +7,52 @@ from collections.abc import Sequence
 
 import torch
 
-from .transport import Cuts, Done, Land, Region, Spans, Transport, Work, length_of, parts_of
-
-__all__ = ["LocalTransport"]
+from .transport import Cuts, DoneWork, Land, Spans, Transport, TransportBuffer, Work, length_of, parts_of
 
 
 class LocalTransport(Transport):
-    """The transport of a world of one. Its regions are on the device itself."""
+    """The transport of a world of one. Its transport buffers are on the device itself."""
 
     name = "local"
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
         super().__init__(rank, size, device)
 
-    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
-        return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
+        return TransportBuffer(key, torch.zeros(numel, dtype=dtype, device=self.device))
 
-    def free(self, region: Region) -> None:
-        region.mine = region.mine.new_empty(0)
+    def free(self, transport_buffer: TransportBuffer) -> None:
+        transport_buffer.mine = transport_buffer.mine.new_empty(0)
 
-    def fill(self, region: Region) -> None:
+    def fill(self, transport_buffer: TransportBuffer) -> None:
         return None
 
     def reduce(
-        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
-    ) -> Work:
-        piece = wire.mine[: pieces[0]]
-        wide = torch.float64 if piece.dtype == torch.float64 else torch.float32
-        if out.dtype != piece.dtype and out.dtype != wide:
-            # Round once, after the scale, as the transports that add do.
-            out.copy_(piece.to(wide) * scale)
-            return Done()
-        if out.data_ptr() != piece.data_ptr():
-            out.copy_(piece)
-        if scale != 1.0:
-            out.mul_(scale)
-        return Done()
-
-    def deal(
         self,
         kind: str,
         key: str,
-        wire: Region,
+        wire: TransportBuffer,
+        shards: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
+    ) -> Work:
+        shard = wire.mine[: shards[0]]
+        wide = torch.float64 if shard.dtype == torch.float64 else torch.float32
+        if out.dtype != shard.dtype and out.dtype != wide:
+            # Round once, after the scale, as the transports that add do.
+            out.copy_(shard.to(wide) * scale)
+            return DoneWork()
+        if out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
+        if scale != 1.0:
+            out.mul_(scale)
+        return DoneWork()
+
+    def all_to_all(
+        self,
+        kind: str,
+        key: str,
+        wire: TransportBuffer,
         offers: Spans,
         takes: Spans,
         land: Land,
@@ -56,16 +60,16 @@ class LocalTransport(Transport):
     ) -> Work:
         (part,) = parts_of(wire.mine, takes)
         land([part[: length_of(part)] if varies else part])
-        return Done()
+        return DoneWork()
 
     def gather(
-        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+        self, kind: str, key: str, source: TransportBuffer, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         if len(out[0]) > 0:
             pairs = zip(cuts[0], out[0], strict=True)
             sources = [source.mine[at : at + numel].view(to.shape) for (at, numel), to in pairs]
             torch._foreach_copy_(list(out[0]), sources)
-        return Done()
+        return DoneWork()
 
     def open(self) -> None:
         return None

@@ -1,11 +1,10 @@
-"""One GPU per rank: NCCL's collectives on a stream of their own; small agreements go over gloo on the host.
+"""Joins ranks with a GPU each: NCCL's collectives on a stream of their own; small agreements go over gloo.
 
-- **stage**: device memory that NCCL reads or writes where the caller's pieces are uneven or in several
+- **stage**: device memory that NCCL reads or writes where the caller's shards are uneven or in several
   places. All operations run one after another on one stream, so one stage per dtype serves them all; it grows
   to the largest. Large tensors that all ranks own equally much of are gathered past it, to their place.
 - fp32 and fp64 wires use NCCL's reduce-scatter. It would add 16-bit wires in 16 bits, so those go by all-to-
-  all and are added here in fp32, in rank order: the same bytes.
-"""
+  all and are added here in fp32, in rank order: the same bytes."""
 
 from __future__ import annotations
 
@@ -20,20 +19,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from zeroshard.count.layout import Lengths
-from zeroshard.native import sum_in_order
+from zeroshard.kernels import sum_in_order
+from zeroshard.layout.sharding import RankLengths
+from zeroshard.layout.specs import TransportTraits
 
-from . import failure
+from .diagnosis import exits
+from .diagnosis.operation_order import OperationOrder
+from .diagnosis.waits import LONG, StoreWatch
 from .gloo import GlooTransport
-from .order import Order
-from .targets import Targets, totals_of
-from .transport import HEAD, Cuts, Land, Region, Spans, Transport, Work, parts_of, slices
-from .watch import LONG, Watch
+from .targets import GatherTargets, totals_of
+from .transport import HEAD, Cuts, Land, Spans, Transport, TransportBuffer, Work, parts_of, slices
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-__all__ = ["NcclTransport"]
 
 # Torch 2.13 renamed it and warns about the old name; 2.11 knows only that.
 _reduce_scatter: Callable[..., Any] = (
@@ -45,7 +43,7 @@ class NcclTransport(Transport):
     """NCCL between GPUs, through the caller's group. `wait` orders streams and does not block the host."""
 
     name = "nccl"
-    overlaps = staged = keeps_order = True
+    traits = TransportTraits(overlaps=True, staged=True, keeps_order=True)
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class NcclTransport(Transport):
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: float = 600.0,
-        watch: Watch | None = None,
+        watch: StoreWatch | None = None,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self._group = group
@@ -61,26 +59,26 @@ class NcclTransport(Transport):
         self._stream = torch.cuda.Stream(device)
         self._stages: dict[torch.dtype, torch.Tensor] = {}
         self._open = _Open()
-        self._order = Order(store, self.rank, self.size)
+        self._order = OperationOrder(store, self.rank, self.size)
         self._reads_host = False
-        self._side.guard(self._open.overdue, partial(failure.give_up, self.rank))
-        failure.listen(self)
+        self._side.guard(self._open.overdue, partial(exits.give_up, self.rank))
+        exits.listen(self)
 
     # Regions
 
-    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
-        return Region(key, torch.zeros(numel, dtype=dtype, device=self.device))
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
+        return TransportBuffer(key, torch.zeros(numel, dtype=dtype, device=self.device))
 
-    def over(self, key: str, memory: torch.Tensor) -> Region:
+    def over(self, key: str, memory: torch.Tensor) -> TransportBuffer:
         self._reads_host = True
         return super().over(key, memory)
 
-    def free(self, region: Region) -> None:
-        self.fill(region)
-        region.mine = region.mine.new_empty(0)
+    def free(self, transport_buffer: TransportBuffer) -> None:
+        self.fill(transport_buffer)
+        transport_buffer.mine = transport_buffer.mine.new_empty(0)
 
-    def fill(self, region: Region) -> None:
-        event = region.state.get("used")
+    def fill(self, transport_buffer: TransportBuffer) -> None:
+        event = transport_buffer.state.get("used")
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -95,18 +93,24 @@ class NcclTransport(Transport):
     # Traffic
 
     def reduce(
-        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+        self,
+        kind: str,
+        key: str,
+        wire: TransportBuffer,
+        shards: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
     ) -> Work:
         with self._next(kind, key):
             if wire.mine.dtype.itemsize == 2:
-                self._add_here(wire.mine, pieces, out, scale)
+                self._add_here(wire.mine, shards, out, scale)
             else:
-                self._scatter(wire.mine, pieces, out, scale)
-            self._count_reduce(kind, pieces, wire.mine.element_size())
+                self._scatter(wire.mine, shards, out, scale)
+            self._count_reduce(kind, shards, wire.mine.element_size())
             return self._started(kind, key, wire)
 
-    def _scatter(self, wire: torch.Tensor, pieces: Sequence[int], out: torch.Tensor, scale: float) -> None:
-        lengths = Lengths.of(pieces)
+    def _scatter(self, wire: torch.Tensor, shards: Sequence[int], out: torch.Tensor, scale: float) -> None:
+        lengths = RankLengths.of(shards)
         each, even = lengths.most, lengths.even
         if each == 0:
             return
@@ -125,31 +129,31 @@ class NcclTransport(Transport):
         if direct:
             out.mul_(scale)
         else:
-            out.copy_(mine[: pieces[self.rank]].mul_(scale))
+            out.copy_(mine[: shards[self.rank]].mul_(scale))
 
-    def _add_here(self, wire: torch.Tensor, pieces: Sequence[int], out: torch.Tensor, scale: float) -> None:
-        mine, sent = pieces[self.rank], wire[: Lengths.of(pieces).total]
-        (landing,) = self._stage(wire.dtype, mine * self.size)
-        dist.all_to_all_single(landing, sent, [mine] * self.size, list(pieces), group=self._group)
+    def _add_here(self, wire: torch.Tensor, shards: Sequence[int], out: torch.Tensor, scale: float) -> None:
+        mine, sent = shards[self.rank], wire[: RankLengths.of(shards).total]
+        (reduced_grad,) = self._stage(wire.dtype, mine * self.size)
+        dist.all_to_all_single(reduced_grad, sent, [mine] * self.size, list(shards), group=self._group)
         if mine == 0:
             return
         direct = out.dtype == torch.float32
         total = out if direct else self._stage(torch.float32, mine)[0]
-        if self.device.type != "cuda" or not sum_in_order(landing, total, scale):
+        if self.device.type != "cuda" or not sum_in_order(reduced_grad, total, scale):
             # A launch for each rank: at a thousand of them Python takes longer than the step.
-            first, *rest = slices(landing, [mine] * self.size)
+            first, *rest = slices(reduced_grad, [mine] * self.size)
             total.copy_(first)
-            for piece in rest:
-                total.add_(piece)
+            for shard in rest:
+                total.add_(shard)
             total.mul_(scale)
         if not direct:
             out.copy_(total)
 
-    def deal(
+    def all_to_all(
         self,
         kind: str,
         key: str,
-        wire: Region,
+        wire: TransportBuffer,
         offers: Spans,
         takes: Spans,
         land: Land,
@@ -167,7 +171,7 @@ class NcclTransport(Transport):
             dist.all_to_all(parts, offered, group=self._group)
             with torch.no_grad():
                 land(parts)
-            self._count_deal(kind, sent, received)
+            self._count_all_to_all(kind, sent, received)
             return self._started(kind, key, wire)
 
     def _swap_lengths(self, offered: list[torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -179,7 +183,7 @@ class NcclTransport(Transport):
         return mine.flatten().tolist(), theirs.flatten().tolist()
 
     def gather(
-        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+        self, kind: str, key: str, source: TransportBuffer, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
         totals = totals_of(cuts, out)
         with self._next(kind, key):
@@ -188,17 +192,17 @@ class NcclTransport(Transport):
             self._count_gather(kind, totals, source.mine.element_size())
             return self._started(kind, key, source)
 
-    def _fetch(self, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _fetch(self, source: TransportBuffer, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]) -> None:
         """In one launch: large even slots straight to their place, the others to the stage. Rows on the host
         pass through the stage."""
-        straight = out.straight if isinstance(out, Targets) else {}
-        each = out.each if isinstance(out, Targets) else max(totals_of(cuts, out))
+        straight = out.straight if isinstance(out, GatherTargets) else {}
+        each = out.each if isinstance(out, GatherTargets) else max(totals_of(cuts, out))
         parts = [source.mine[at : at + numel] for at, numel in cuts[self.rank]]
         own = [parts[slot] for slot in straight]
         others = [part for slot, part in enumerate(parts) if slot not in straight]
         on_host = bool(source.state.get("host"))
         sizes = [part.numel() for part in own] if on_host else []
-        mine, landing, *near = self._stage(source.mine.dtype, each, each * self.size, *sizes)
+        mine, reduced_grad, *near = self._stage(source.mine.dtype, each, each * self.size, *sizes)
         places = _places(out, self.rank, cuts)
         packed = [
             mine[places[slot] :][: part.numel()] for slot, part in enumerate(parts) if slot not in straight
@@ -210,9 +214,9 @@ class NcclTransport(Transport):
             mine = others[0]
         elif others:
             torch._foreach_copy_(packed, others)
-        staged = ([landing], [mine]) if each else ([], [])
+        staged = ([reduced_grad], [mine]) if each else ([], [])
         self._bring([*straight.values(), *staged[0]], [*(near if on_host else own), *staged[1]])
-        self._copy_out(landing, each, cuts, out)
+        self._copy_out(reduced_grad, each, cuts, out)
 
     def _bring(self, whole: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
         """Pieces of all ranks, one after another, for each of some tensors."""
@@ -221,18 +225,18 @@ class NcclTransport(Transport):
             work.wait()
 
     def _copy_out(
-        self, landing: torch.Tensor, each: int, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+        self, reduced_grad: torch.Tensor, each: int, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
-        if isinstance(out, Targets):
-            targets, parts = out.in_turn(landing)
+        if isinstance(out, GatherTargets):
+            targets, parts = out.in_turn(reduced_grad)
         else:
             for rank, tensors in enumerate(out):
                 if len(tensors) > 0:
                     lengths = [numel for _, numel in cuts[rank]]
                     targets += tensors
-                    parts += slices(landing[rank * each : (rank + 1) * each], lengths)
+                    parts += slices(reduced_grad[rank * each : (rank + 1) * each], lengths)
         if targets:
             shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
             with torch.no_grad():
@@ -244,10 +248,10 @@ class NcclTransport(Transport):
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
 
-    def _started(self, kind: str, key: str, region: Region) -> Work:
+    def _started(self, kind: str, key: str, transport_buffer: TransportBuffer) -> Work:
         event = torch.cuda.Event()
         event.record(self._stream)
-        region.state["used"] = event
+        transport_buffer.state["used"] = event
         self._open.add(f"its {kind} [{key}]", event)
         return _OnDevice(event, self.device)
 
@@ -255,6 +259,7 @@ class NcclTransport(Transport):
         return None
 
     def fence(self) -> None:
+        self._side.beat()
         # Only this rank's own reads of the rows have to be over: NCCL hands peers copies.
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         if self._reads_host:
@@ -297,15 +302,15 @@ class NcclTransport(Transport):
         return self._side.cause()
 
     def close(self) -> None:
-        failure.unlisten(self)
+        exits.unlisten(self)
         self._order.close()
         self._side.close()
         self._stages.clear()
 
 
 def _places(out: Sequence[Sequence[torch.Tensor]], rank: int, cuts: Cuts) -> list[int]:
-    """Where a rank's segments begin in its piece on the stage."""
-    if isinstance(out, Targets):
+    """Where a rank's segments begin in its shard on the stage."""
+    if isinstance(out, GatherTargets):
         return out.staged(rank)
     return [0, *accumulate(numel for _, numel in cuts[rank])]
 
@@ -345,11 +350,11 @@ class _Open:
                 if self._open and self._open[0][1].query():
                     self._open.popleft()
 
-    def overdue(self) -> str | None:
-        """What the device has been busy with for `LONG` seconds. Called by the guard's thread."""
+    def overdue(self) -> tuple[str, float] | None:
+        """What the device has been busy with for `LONG` seconds or more. Called by the guard's thread."""
         with self._lock:
             while self._open and self._open[0][1].query():
                 self._open.popleft()
             if not self._open or time.monotonic() - self._open[0][2] < LONG:
                 return None
-            return self._open[0][0]
+            return self._open[0][0], time.monotonic() - self._open[0][2]

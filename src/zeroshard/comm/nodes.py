@@ -1,4 +1,4 @@
-"""Several nodes of several ranks: shared memory inside a node, gloo between nodes, every byte across once.
+"""Joins nodes of several ranks: shared memory inside a node, gloo between nodes, every byte across once.
 
 Rank r is number `local` of its node; `inner` joins the ranks of a node, `outer` the ranks of all nodes that
 have the same number. Nodes have L ranks each.
@@ -9,8 +9,7 @@ have the same number. Nodes have L ranks each.
   16-bit wire is rounded once more; two runs are bit-equal, and so are all stages.
 - **gather**: each rank fetches the rows of its namesakes on other nodes, and hands them on inside the node.
   They stay in the node's memory until the next epoch (`cache`), so gathering again crosses no network. Where
-  the gathered rows lie in the source region itself (a publish), that is the memory.
-"""
+  the gathered rows lie in the source transport buffer itself (a publish), that is the memory."""
 
 from __future__ import annotations
 
@@ -22,36 +21,35 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from zeroshard.count.layout import aligned
 from zeroshard.errors import OptionError, RankError
+from zeroshard.layout.sharding import aligned
+from zeroshard.layout.specs import TransportTraits
 
-from . import failure
+from .diagnosis import exits
 from .gloo import GlooTransport
 from .rendezvous import Rendezvous
 from .shm import ShmTransport
 from .sums import first_scale
 from .topology import Topology
-from .transport import Cuts, Land, Region, Spans, Transport, Work, fold, slices
+from .transport import Cuts, Land, Spans, Transport, TransportBuffer, Work, fold, slices
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-__all__ = ["NodesTransport"]
 
 Out = Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass
-class _Relay:
+class _NodeCache:
     """What a rank keeps of other nodes for the ranks of its own.
 
-    `memory`: the inner region that holds it, the source region's own where rows are fetched into place.
-    `token`: says that it has come. `bases[l][n]`: where node n's rows begin in the memory of rank l of the
-    node; empty where in place. `epoch`: of what it holds.
+    `memory`: the inner transport buffer that holds it, the source transport buffer's own where rows are
+    fetched into place. `token`: says that it has come. `bases[l][n]`: where node n's rows begin in the memory
+    of rank l of the node; empty where in place. `epoch`: of what it holds.
     """
 
-    memory: Region
-    token: Region
+    memory: TransportBuffer
+    token: TransportBuffer
     bases: list[list[int]]
     epoch: int = -1
     plans: dict[str, tuple[Cuts, Cuts]] = field(default_factory=dict)
@@ -61,7 +59,6 @@ class NodesTransport(Transport):
     """See the module's docstring. For ranks without GPUs."""
 
     name = "nodes"
-    overlaps = True
 
     def __init__(
         self, store: Store, rank: int, topology: Topology, device: torch.device, timeout: float = 600.0
@@ -69,7 +66,8 @@ class NodesTransport(Transport):
         super().__init__(rank, len(topology.nodes), device)
         each = topology.ranks_per_node
         assert each is not None
-        self.ranks_per_node = self.summed_first = each
+        self.ranks_per_node = each
+        self.traits = TransportTraits(overlaps=True, summed_first=each)
         self._count = topology.count
         self._node, self._local = divmod(rank, each)
         self._inner = self._join_node(store, timeout)
@@ -80,10 +78,12 @@ class NodesTransport(Transport):
         self._outer.place(range(self._count))
         self._inner.counters = self._outer.counters = self.counters
         self._inner.while_waiting(self._progress)
+        self._outer.also(self._inner.control.waits_for)
+        self._inner.also(self._outer.waits_for)
         # They know their ranks by other numbers: what is told to peers is told by this one.
-        failure.unlisten(self._inner)
-        failure.unlisten(self._outer)
-        failure.listen(self)
+        exits.unlisten(self._inner)
+        exits.unlisten(self._outer)
+        exits.listen(self)
         self._reduces: list[_Reduce] = []
         self._gathers: list[_Gather] = []
         self._direct: GlooTransport | None = None
@@ -110,14 +110,14 @@ class NodesTransport(Transport):
 
     # Regions
 
-    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
         inner = self._inner.allocate(key, numel, dtype)
         outer = self._outer.adopt(key, inner.mine)
-        return Region(key, inner.mine, inner.lane, state={"inner": inner, "outer": outer})
+        return TransportBuffer(key, inner.mine, inner.lane, state={"inner": inner, "outer": outer})
 
-    def free(self, region: Region) -> None:
-        for name, part in sorted(region.state.items()):
-            if isinstance(part, _Relay):
+    def free(self, transport_buffer: TransportBuffer) -> None:
+        for name, part in sorted(transport_buffer.state.items()):
+            if isinstance(part, _NodeCache):
                 if part.bases:
                     self._inner.free(part.memory)
                 self._inner.free(part.token)
@@ -125,42 +125,44 @@ class NodesTransport(Transport):
                 self._outer.free(part)
             elif name == "direct" and self._direct is not None:
                 self._direct.free(part)
-        self._inner.free(region.state["inner"])
-        region.mine = region.mine.new_empty(0)
-        region.state.clear()
-        region.prepared.clear()
+        self._inner.free(transport_buffer.state["inner"])
+        transport_buffer.mine = transport_buffer.mine.new_empty(0)
+        transport_buffer.state.clear()
+        transport_buffer.prepared.clear()
 
-    def forget(self, region: Region) -> None:
-        relays = [part.memory for part in region.state.values() if isinstance(part, _Relay)]
-        for inside in (region.state["inner"], *relays):
+    def forget(self, transport_buffer: TransportBuffer) -> None:
+        relays = [part.memory for part in transport_buffer.state.values() if isinstance(part, _NodeCache)]
+        for inside in (transport_buffer.state["inner"], *relays):
             self._inner.forget(inside)
-        self._outer.forget(region.state["outer"])
+        self._outer.forget(transport_buffer.state["outer"])
 
-    def fill(self, region: Region) -> None:
-        for work in [work for work in self._reduces if work.wire is region]:
+    def fill(self, transport_buffer: TransportBuffer) -> None:
+        for work in [work for work in self._reduces if work.wire is transport_buffer]:
             work.wait()
-        self._inner.fill(region.state["inner"])
-        self._outer.fill(region.state["outer"])
-        if self._direct is not None and "direct" in region.state:
-            self._direct.fill(region.state["direct"])
+        self._inner.fill(transport_buffer.state["inner"])
+        self._outer.fill(transport_buffer.state["outer"])
+        if self._direct is not None and "direct" in transport_buffer.state:
+            self._direct.fill(transport_buffer.state["direct"])
 
-    def cache(self, region: Region, cuts: Cuts) -> int:
-        relay = self._relay(region, cuts, in_place=False)
+    def cache(self, transport_buffer: TransportBuffer, cuts: Cuts) -> int:
+        relay = self._relay(transport_buffer, cuts, in_place=False)
         return relay.memory.mine.nbytes
 
-    def _relay(self, region: Region, cuts: Cuts, in_place: bool) -> _Relay:
-        """Made once for a region, in the same order on every rank."""
+    def _relay(self, transport_buffer: TransportBuffer, cuts: Cuts, in_place: bool) -> _NodeCache:
+        """Made once for a transport buffer, in the same order on every rank."""
         name = "relay in place" if in_place else "relay"
-        held = region.state.get(name)
+        held = transport_buffer.state.get(name)
         if held is None:
-            token = self._inner.allocate(f"{region.key} {name} token", 1, torch.uint8)
+            token = self._inner.allocate(f"{transport_buffer.key} {name} token", 1, torch.uint8)
             bases: list[list[int]] = []
-            memory = region.state["inner"]
+            memory = transport_buffer.state["inner"]
             if not in_place:
                 bases, sizes = self._layout(cuts)
-                memory = self._inner.allocate(f"{region.key} {name}", sizes[self._local], region.mine.dtype)
-            held = region.state[name] = _Relay(memory, token, bases)
-        return cast(_Relay, held)
+                memory = self._inner.allocate(
+                    f"{transport_buffer.key} {name}", sizes[self._local], transport_buffer.mine.dtype
+                )
+            held = transport_buffer.state[name] = _NodeCache(memory, token, bases)
+        return cast(_NodeCache, held)
 
     def _layout(self, cuts: Cuts) -> tuple[list[list[int]], list[int]]:
         """For every rank of this node: where the rows of each of its namesakes begin, and the size of all."""
@@ -179,11 +181,17 @@ class NodesTransport(Transport):
     # Traffic
 
     def reduce(
-        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+        self,
+        kind: str,
+        key: str,
+        wire: TransportBuffer,
+        shards: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
     ) -> Work:
-        namesakes = slices(wire.mine, pieces)[self._local :: self.ranks_per_node]
+        namesakes = slices(wire.mine, shards)[self._local :: self.ranks_per_node]
         first = first_scale(self.ranks_per_node, wire.mine.element_size())
-        inside = self._inner.reduce_blocks(kind, key, wire.state["inner"], pieces, namesakes, first)
+        inside = self._inner.reduce_blocks(kind, key, wire.state["inner"], shards, namesakes, first)
 
         def across() -> Work:
             return self._outer.reduce_from(kind, key, wire.state["outer"], namesakes, out, scale / first)
@@ -193,11 +201,11 @@ class NodesTransport(Transport):
         self._progress()
         return work
 
-    def deal(
+    def all_to_all(
         self,
         kind: str,
         key: str,
-        wire: Region,
+        wire: TransportBuffer,
         offers: Spans,
         takes: Spans,
         land: Land,
@@ -208,12 +216,12 @@ class NodesTransport(Transport):
             self._direct = GlooTransport(self._store, self.rank, self.size, self.device, self._timeout)
             self._direct.place(self.nodes)
             self._direct.counters = self.counters
-            failure.unlisten(self._direct)
+            exits.unlisten(self._direct)
         if "direct" not in wire.state:
             wire.state["direct"] = self._direct.adopt(wire.key, wire.mine)
-        return self._direct.deal(kind, key, wire.state["direct"], offers, takes, land, varies)
+        return self._direct.all_to_all(kind, key, wire.state["direct"], offers, takes, land, varies)
 
-    def gather(self, kind: str, key: str, source: Region, cuts: Cuts, out: Out) -> Work:
+    def gather(self, kind: str, key: str, source: TransportBuffer, cuts: Cuts, out: Out) -> Work:
         in_place = "relay" not in source.state and len(out[self.rank]) == 0 and _disjoint(cuts)
         relay = self._relay(source, cuts, in_place)
         came = None
@@ -227,7 +235,9 @@ class NodesTransport(Transport):
     def _namesakes(self) -> range:
         return range(self._local, self.size, self.ranks_per_node)
 
-    def _fetch(self, kind: str, key: str, source: Region, cuts: Cuts, out: Out, relay: _Relay) -> Work:
+    def _fetch(
+        self, kind: str, key: str, source: TransportBuffer, cuts: Cuts, out: Out, relay: _NodeCache
+    ) -> Work:
         """The rows of this rank's namesakes, from other nodes into the relay's memory."""
         mine = self._namesakes()
         if not relay.bases:
@@ -244,7 +254,7 @@ class NodesTransport(Transport):
         return self._outer.gather(kind, key, source.state["outer"], wanted, into)
 
     def _hand_round(
-        self, kind: str, key: str, source: Region, cuts: Cuts, out: Out, relay: _Relay
+        self, kind: str, key: str, source: TransportBuffer, cuts: Cuts, out: Out, relay: _NodeCache
     ) -> list[Work]:
         """Inside the node: everyone's own rows, and what everyone has fetched."""
         each, first = self.ranks_per_node, self._node * self.ranks_per_node
@@ -264,7 +274,7 @@ class NodesTransport(Transport):
             inner.gather_handed(kind, f"{key} handed", relay.token, relay.memory, fetched, there),
         ]
 
-    def _relayed(self, cuts: Cuts, relay: _Relay, local: int) -> list[tuple[int, int]]:
+    def _relayed(self, cuts: Cuts, relay: _NodeCache, local: int) -> list[tuple[int, int]]:
         """Where the rows of other nodes that rank `local` fetches lie in its memory."""
         found: list[tuple[int, int]] = []
         for node in range(self._count):
@@ -289,7 +299,7 @@ class NodesTransport(Transport):
         self._handed = False
 
     def _progress(self) -> None:
-        """Take pieces that have come, and send sums of the node that are complete."""
+        """Take shards that have come, and send sums of the node that are complete."""
         self._inner.progress()
         for work in list(self._reduces):
             work.advance()
@@ -339,7 +349,7 @@ class NodesTransport(Transport):
         return next((cause for part in self._parts() if (cause := part.cause()) is not None), None)
 
     def close(self) -> None:
-        failure.unlisten(self)
+        exits.unlisten(self)
         for part in self._parts():
             part.close()
         self._reduces.clear()
@@ -352,7 +362,7 @@ class _Reduce:
     __slots__ = ("_across", "_begin", "_inside", "_transport", "wire")
 
     def __init__(
-        self, transport: NodesTransport, wire: Region, inside: Work, begin: Callable[[], Work]
+        self, transport: NodesTransport, wire: TransportBuffer, inside: Work, begin: Callable[[], Work]
     ) -> None:
         self._transport, self.wire, self._inside, self._begin = transport, wire, inside, begin
         self._across: Work | None = None
@@ -385,7 +395,7 @@ class _Gather:
     __slots__ = ("_begin", "_came", "_ended", "_relay", "_transport")
 
     def __init__(
-        self, transport: NodesTransport, relay: _Relay, came: Work | None, begin: Callable[[], list[Work]]
+        self, transport: NodesTransport, relay: _NodeCache, came: Work | None, begin: Callable[[], list[Work]]
     ) -> None:
         self._transport, self._relay, self._came, self._begin = transport, relay, came, begin
         self._ended = False
@@ -415,13 +425,13 @@ def _span(segments: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _disjoint(cuts: Cuts) -> bool:
-    """Whether no element of the region belongs to two ranks: then it can hold the rows of all."""
+    """Whether no element of the transport buffer belongs to two ranks: then it can hold the rows of all."""
     held = sorted((at, at + numel) for segments in cuts for at, numel in segments if numel)
     return all(before[1] <= after[0] for before, after in pairwise(held))
 
 
 def _is_there(memory: torch.Tensor, segments: Sequence[tuple[int, int]], out: Sequence[torch.Tensor]) -> bool:
-    """Whether the targets of a gather are the very segments of this rank's own region."""
+    """Whether the targets of a gather are the very segments of this rank's own transport buffer."""
     start, size = memory.data_ptr(), memory.element_size()
     return all(
         numel == 0 or to.data_ptr() == start + at * size

@@ -8,34 +8,33 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.native import Moves
+from zeroshard.kernels import TensorCopies
+from zeroshard.layout.sharding import RankLengths
 
 from .control import Control, consumed, posted
-from .transport import Counters, Cuts, Region
-
-__all__ = ["Copies", "Dealt", "Gather", "totals"]
+from .transport import Counters, Cuts, TransportBuffer
 
 
-class Puller(Protocol):
-    """Whose operations they are. `dealt` and `gathers`: those that have not ended."""
+class PeerReader(Protocol):
+    """Whose operations they are. `reductions` and `gathers`: those that have not ended."""
 
     control: Control
     counters: Counters
-    dealt: list[Dealt]
-    gathers: list[Gather]
+    reductions: list[PeerReduce]
+    gathers: list[PeerGather]
 
 
-class Dealt:
-    """Waits for every peer's wire, then takes this rank's pieces."""
+class PeerReduce:
+    """Waits for every peer's wire, then takes this rank's shards."""
 
     __slots__ = ("_done", "_key", "_kind", "_take", "_transport", "_turn", "wire")
 
     def __init__(
         self,
-        transport: Puller,
+        transport: PeerReader,
         kind: str,
         key: str,
-        wire: Region,
+        wire: TransportBuffer,
         turn: int,
         take: Callable[[], None],
     ) -> None:
@@ -53,7 +52,7 @@ class Dealt:
         with torch.no_grad():
             self._take()
         control.publish(consumed(self.wire.lane), self._turn)
-        self._transport.dealt.remove(self)
+        self._transport.reductions.remove(self)
         return True
 
     def wait(self) -> None:
@@ -67,14 +66,14 @@ class Dealt:
 
 
 @dataclass
-class Copies:
+class GatherCopies:
     """The copies of one key's gathers, prepared: out of the peers' memory, into the tensors of the last
     one."""
 
     cuts: Cuts
     sources: list[torch.Tensor]
-    moves: Moves
-    totals: list[int]
+    moves: TensorCopies
+    totals: RankLengths
     out: Sequence[Sequence[torch.Tensor]]
     targets: list[torch.Tensor]
 
@@ -87,18 +86,18 @@ class Copies:
             self.moves.run(self.targets, self.sources, moved)
 
 
-class Gather:
+class PeerGather:
     """Waits until a word of every peer says that it is ready, then copies."""
 
     __slots__ = ("_copies", "_done", "_key", "_kind", "_out", "_ready", "_transport")
 
     def __init__(
         self,
-        transport: Puller,
+        transport: PeerReader,
         kind: str,
         key: str,
         ready: tuple[int, int],
-        copies: Copies,
+        copies: GatherCopies,
         out: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._transport, self._kind, self._key, self._ready = transport, kind, key, ready
@@ -124,5 +123,5 @@ class Gather:
         self.poll()
 
 
-def totals(cuts: Cuts) -> list[int]:
-    return [sum(numel for _, numel in segments) for segments in cuts]
+def totals(cuts: Cuts) -> RankLengths:
+    return RankLengths(sum(numel for _, numel in segments) for segments in cuts)

@@ -7,8 +7,6 @@ from typing import Any
 
 from zeroshard.errors import RankError
 
-__all__ = ["raise_together", "told_of"]
-
 
 def told_of(error: Exception | None) -> list[str] | None:
     """What a rank tells the others of how a part of a call went: nothing, or the kind and text of its

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,9 +14,8 @@ from zeroshard.errors import RankError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Rendezvous"]
-
 _NAP = 0.002
+_SPEAKS = 10.0  # seconds after which a wait says what it is for: ranks load and compile at different speeds
 
 
 class Rendezvous:
@@ -50,7 +51,8 @@ class Rendezvous:
 
     def _fetch(self, name: str, rank: int) -> object:
         key = f"{name}/{rank}"
-        deadline = time.monotonic() + self.timeout
+        begun = time.monotonic()
+        deadline, speaks = begun + self.timeout, begun + min(_SPEAKS, self.timeout / 2)
         nap = _NAP / 16
         while not self.store.check([key]):
             cause = self.cause()
@@ -64,6 +66,19 @@ class Rendezvous:
                     f"rank {rank} did not come to '{name}' within {self.timeout:.0f} s of rank {self.rank}. "
                     "Every rank must call `shard` in the same order; see whether that rank is still running."
                 )
+            if time.monotonic() > speaks:
+                speaks = math.inf
+                self._say(name, rank, time.monotonic() - begun)
             time.sleep(nap)
             nap = min(nap * 2, 10 * _NAP)
         return json.loads(self.store.get(key))
+
+    def _say(self, name: str, rank: int, waited: float) -> None:
+        """One line of a long wait, by the first of the ranks that have come."""
+        if self.rank == min({0, 1} - {rank}):
+            print(
+                f"zeroshard: rank {self.rank} has waited {waited:.0f} s for rank {rank} to come to `shard` "
+                f"('{name}')",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,4 +1,4 @@
-"""The one sum: pieces of all ranks added in rank order. Every transport that adds on the host uses it."""
+"""The one sum: shards of all ranks added in rank order. Every transport that adds on the host uses it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard import native
-from zeroshard.native import Span
-from zeroshard.native import sum_pieces as sum_on_this_thread
-
-__all__ = ["Span", "first_scale", "sum_pieces", "sum_spans"]
+from zeroshard import kernels as native
+from zeroshard.kernels import SumSpan, library
+from zeroshard.kernels import sum_shards as sum_on_this_thread
 
 # The kernel adds on the calling thread; torch spreads over its own. Chunks of 2^18 fp32 values stay in the
 # cache while they are widened, added and scaled: of 2^13 to 2^24 the fastest for 2 and 4 ranks, fp32, bf16.
@@ -22,7 +20,7 @@ _CHUNK_AWAY = 1 << 22
 _scratch = threading.local()
 
 
-def sum_pieces(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float) -> None:
+def sum_shards(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float) -> None:
     """`out = scale * (((s0 + s1) + s2) + ...)`, added in fp32 (fp64 where sources are fp64), rounded once.
 
     All are flat and of one length; the sources on the host. `out` may be one of them, of another dtype, or on
@@ -39,19 +37,19 @@ def sum_pieces(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float)
 
 
 def sum_spans(
-    out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float, place: int, spans: Sequence[Span]
+    out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float, place: int, spans: Sequence[SumSpan]
 ) -> None:
-    """As `sum_pieces`, with one source, number `place`, of which some spans lie elsewhere, in its dtype.
+    """As `sum_shards`, with one source, number `place`, of which some spans lie elsewhere, in its dtype.
     Together the spans are all of `out`."""
     here = out.device.type == "cpu" and torch.get_num_threads() == 1 and not out.is_complex()
-    if here and native.loader.kernels() is not None:
+    if here and library.kernels() is not None:
         native.sum_spans(out, sources, scale, place, spans)
         return
     for start, numel, elsewhere, first in spans:
         parts = [source[start : start + numel] for source in sources]
         if elsewhere is not None:
             parts[place] = elsewhere.view(-1)[first : first + numel]
-        sum_pieces(out[start : start + numel], parts, scale)
+        sum_shards(out[start : start + numel], parts, scale)
 
 
 def first_scale(ranks: int, width: int) -> float:
@@ -76,8 +74,8 @@ def _sum_by_chunks(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: fl
         part, room = total[: stop - start], widened[: stop - start]
         part.copy_(sources[0][start:stop])
         for source in sources[1:]:
-            piece = source[start:stop]
-            part.add_(piece if piece.dtype == wide else room.copy_(piece))
+            shard = source[start:stop]
+            part.add_(shard if shard.dtype == wide else room.copy_(shard))
         if scale != 1.0:
             part.mul_(scale)
         out[start:stop].copy_(part)

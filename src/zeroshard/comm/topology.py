@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from zeroshard.errors import OptionError
 
-__all__ = ["Topology", "by_count", "by_host"]
-
 
 @dataclass(frozen=True)
 class Topology:

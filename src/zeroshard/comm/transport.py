@@ -1,4 +1,5 @@
-"""What every transport offers: regions, a reduce, a gather, and a few small agreements. See `Transport`."""
+"""What every transport offers: transport buffers, a reduce, a gather, and a few small agreements. See
+`Transport`."""
 
 from __future__ import annotations
 
@@ -12,30 +13,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zeroshard.count.layout import Lengths
 from zeroshard.errors import RankError
+from zeroshard.layout.sharding import RankLengths
+from zeroshard.layout.specs import TransportTraits
 
-from .sums import sum_pieces
-
-__all__ = [
-    "AddingTransport",
-    "Counters",
-    "Cuts",
-    "Done",
-    "Fetch",
-    "Land",
-    "Region",
-    "Spans",
-    "Transport",
-    "Work",
-    "fold",
-    "slices",
-]
+from .sums import sum_shards
 
 Spans = Sequence[tuple[int, int]]
 Cuts = Sequence[Spans]
 Land = Callable[[list[torch.Tensor]], None]
-# Makes the sum of pieces: (out, pieces in rank order, scale).
+# Makes the sum of shards: (out, shards in rank order, scale).
 Add = Callable[[torch.Tensor, Sequence[torch.Tensor], float], None]
 
 # Bytes in front of a part whose length varies: an int64 that says how many count, itself included.
@@ -52,7 +39,7 @@ class Work(Protocol):
         """Complete it; may be called again. Raises `RankError` if a peer failed."""
 
 
-class Done:
+class DoneWork:
     """Work that was complete when it was started."""
 
     def poll(self) -> bool:
@@ -63,12 +50,13 @@ class Done:
 
 
 @dataclass(eq=False)
-class Region:
+class TransportBuffer:
     """Memory that a transport gave out. `mine` is flat; its length may differ by rank.
 
-    `lane` numbers the region alike on every rank. `peers` are the same regions of all ranks where they can be
-    read in place. `state` is the transport's own: views cached by key, operations that still read the region.
-    `prepared`: what gathers out of it were prepared with, by key; see `Transport.forget`.
+    `lane` numbers the transport buffer alike on every rank. `peers` are the same transport buffers of all
+    ranks where they can be read in place. `state` is the transport's own: views cached by key, operations
+    that still read the transport buffer. `prepared`: what gathers out of it were prepared with, by key; see
+    `Transport.forget`.
     """
 
     key: str
@@ -79,11 +67,11 @@ class Region:
     prepared: dict[str, Any] = field(default_factory=dict)
 
 
-class Fetch(NamedTuple):
+class GatherRequest(NamedTuple):
     """What one gather fetches; see `Transport.gather`."""
 
     key: str
-    source: Region
+    source: TransportBuffer
     cuts: Cuts
     out: Sequence[Sequence[torch.Tensor]]
 
@@ -138,20 +126,15 @@ class Counters:
 
 
 class Transport(ABC):
-    """Moves pieces between the ranks of one group. One per `shard`; all ranks make it in the same order.
+    """Moves shards between the ranks of one group. One per `shard`; all ranks make it in the same order.
 
     Regions are a symmetric heap: every rank allocates and frees in the same order. `reduce` and `gather`
-    start an operation and name it by a `key`, which always comes with the same pieces, or cuts and shapes;
+    start an operation and name it by a `key`, which always comes with the same shards, or cuts and shapes;
     `kind` is what `counters` books it under.
     """
 
     name: str = ""
-    overlaps: bool = False  # operations go on while this thread computes
-    staged: bool = False  # they pass through device memory that the transport keeps
-    adds_here: bool = False  # sums are made by the thread that waits: there is a `reduce_by`
-    summed_first: int = 1  # neighbouring ranks whose pieces `reduce` adds before it adds those sums
-    keeps_order: bool = False  # they run one after another, so that all ranks must start them in one order
-    direct: bool = False  # messages from rank to rank: gathers need neither `open` nor one order on all ranks
+    traits = TransportTraits()
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -168,52 +151,65 @@ class Transport(ABC):
         self._far = [rank for rank, node in enumerate(nodes) if node != nodes[self.rank]]
         self._near = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
 
-    def cache(self, region: Region, cuts: Cuts) -> int:
-        """Keep inside the node what gathers of `region` bring from other nodes, until the next epoch.
-        Collective. The bytes that it costs this rank: none where nothing is kept."""
+    def cache(self, transport_buffer: TransportBuffer, cuts: Cuts) -> int:
+        """Keep inside the node what gathers of `transport_buffer` bring from other nodes, until the next
+        epoch. Collective. The bytes that it costs this rank: none where nothing is kept."""
         return 0
 
     @abstractmethod
-    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Region:
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
         """Zero-filled memory, reused for ever. Collective in call order; `numel` may differ by rank."""
 
-    def receive(self, wire: Region, most: int) -> int:
-        """Make room for what every peer sends in reductions, pieces of up to `most` elements. The bytes that
-        it costs this rank: none where pieces are read in place, or pass through device memory."""
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Peers may learn of what is allocated in here at its end: nothing of it moves before."""
+        yield
+
+    def receive(self, wire: TransportBuffer, most: int) -> int:
+        """Make room for what every peer sends in reductions, shards of up to `most` elements. The bytes that
+        it costs this rank: none where shards are read in place, or pass through device memory."""
         return 0
 
-    def expect(self, key: str, source: Region, cuts: Cuts) -> int:
+    def expect(self, key: str, source: TransportBuffer, cuts: Cuts) -> int:
         """The same for gathers of `key`."""
         return 0
 
-    def forget(self, region: Region) -> None:
-        """Tensors that gathers out of `region` went to are no more: do not keep their memory."""
-        region.prepared.clear()
+    def forget(self, transport_buffer: TransportBuffer) -> None:
+        """Tensors that gathers out of `transport_buffer` went to are no more: do not keep their memory."""
+        transport_buffer.prepared.clear()
 
-    def over(self, key: str, memory: torch.Tensor) -> Region:
-        """A region over flat host memory that the caller has, for a `staged` transport: what that gathers
-        passes through its stage on the device anyway. `fence` then waits on the host as well."""
-        assert self.staged
-        return Region(key, memory, state={"host": True})
-
-    @abstractmethod
-    def free(self, region: Region) -> None:
-        """Give a region back, in the same order on every rank, once this rank has no open work on it."""
+    def over(self, key: str, memory: torch.Tensor) -> TransportBuffer:
+        """A transport buffer over flat host memory that the caller has, for a staged transport: what that
+        gathers passes through its stage on the device anyway. `fence` then waits on the host as well."""
+        assert self.traits.staged
+        return TransportBuffer(key, memory, state={"host": True})
 
     @abstractmethod
-    def fill(self, region: Region) -> None:
-        """Block until every peer has taken what was last moved out of `region`: it may be written again."""
+    def free(self, transport_buffer: TransportBuffer) -> None:
+        """Give a transport buffer back, in the same order on every rank, once this rank has no open work
+        on it."""
+
+    @abstractmethod
+    def fill(self, transport_buffer: TransportBuffer) -> None:
+        """Block until every peer has taken what was last moved out of `transport_buffer`: it may be
+        written again."""
 
     @abstractmethod
     def reduce(
-        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+        self,
+        kind: str,
+        key: str,
+        wire: TransportBuffer,
+        shards: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
     ) -> Work:
-        """Sum each rank's piece over all ranks.
+        """Sum each rank's shard over all ranks.
 
-        `wire.mine[:sum(pieces)]` holds N pieces in rank order, `pieces[r]` elements for rank r; the list is
-        the same on all ranks. When complete, `out` (flat, `pieces[rank]` elements, any float dtype) is
+        `wire.mine[:sum(shards)]` holds N shards in rank order, `shards[r]` elements for rank r; the list is
+        the same on all ranks. When complete, `out` (flat, `shards[rank]` elements, any float dtype) is
         `scale` times the sum in rank order, added in fp32 for 16-bit wires. `out` may be this rank's own
-        piece of the wire.
+        shard of the wire.
         """
 
     def reduce_by(
@@ -221,21 +217,21 @@ class Transport(ABC):
         add: Add,
         kind: str,
         key: str,
-        wire: Region,
-        pieces: Sequence[int],
+        wire: TransportBuffer,
+        shards: Sequence[int],
         out: torch.Tensor,
         scale: float,
     ) -> Work:
-        """As `reduce`, with a sum made by `add`: this rank's own piece may then lie elsewhere. Only where
-        `adds_here`."""
+        """As `reduce`, with a sum made by `add`: this rank's own shard may then lie elsewhere. Only where
+        its traits say `adds_here`."""
         raise AssertionError(f"{self.name} does not add here")
 
     @abstractmethod
-    def deal(
+    def all_to_all(
         self,
         kind: str,
         key: str,
-        wire: Region,
+        wire: TransportBuffer,
         offers: Spans,
         takes: Spans,
         land: Land,
@@ -252,22 +248,22 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(
-        self, kind: str, key: str, source: Region, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
+        self, kind: str, key: str, source: TransportBuffer, cuts: Cuts, out: Sequence[Sequence[torch.Tensor]]
     ) -> Work:
-        """Fetch segments of the peers' regions.
+        """Fetch segments of the peers' transport buffers.
 
-        `cuts[r]` lists (offset, numel) in rank r's region; `out[r]` the contiguous tensors they go to, of any
-        dtype and device. `out[rank]` is empty where this rank's own rows are in place already.
+        `cuts[r]` lists (offset, numel) in rank r's transport buffer; `out[r]` the contiguous tensors they go
+        to, of any dtype and device. `out[rank]` is empty where this rank's own rows are in place already.
         """
 
-    def gather_all(self, kind: str, fetches: Sequence[Fetch]) -> None:
+    def gather_all(self, kind: str, fetches: Sequence[GatherRequest]) -> None:
         """Several gathers from beginning to end. The same list every time, or equal ones in their place."""
         for work in [self.gather(kind, *fetch) for fetch in fetches]:
             work.wait()
 
     @abstractmethod
     def open(self) -> None:
-        """My regions now hold the next epoch, and peers may read them."""
+        """My transport buffers now hold the next epoch, and peers may read them."""
 
     @abstractmethod
     def fence(self) -> None:
@@ -310,17 +306,13 @@ class Transport(ABC):
     def close(self) -> None:
         """Give everything back. May be called again."""
 
-    def _count_reduce(self, kind: str, pieces: Sequence[int], itemsize: int) -> None:
-        lengths = Lengths.of(pieces)
-        mine, far = lengths[self.rank], self._sum_far(lengths)
-        self.counters.add_sent(kind, (lengths.total - mine) * itemsize, far * itemsize)
+    def _count_reduce(self, kind: str, shards: Sequence[int], itemsize: int) -> None:
+        mine, total = shards[self.rank], _total(shards)
+        far = total - sum(shards[rank] for rank in self._near) if self._far else 0  # to other nodes
+        self.counters.add_sent(kind, (total - mine) * itemsize, far * itemsize)
         self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
 
-    def _sum_far(self, lengths: Lengths) -> int:
-        """What goes to other nodes."""
-        return lengths.total - sum(lengths[rank] for rank in self._near) if self._far else 0
-
-    def _count_deal(self, kind: str, sent: Sequence[int], received: Sequence[int]) -> None:
+    def _count_all_to_all(self, kind: str, sent: Sequence[int], received: Sequence[int]) -> None:
         """Bytes to and from each rank; what a rank keeps does not travel."""
         far = sum(sent[rank] for rank in self._far)
         self.counters.add_sent(kind, sum(sent) - sent[self.rank], far)
@@ -330,7 +322,7 @@ class Transport(ABC):
         """`totals`: elements that each rank offers."""
         mine = totals[self.rank] * itemsize
         self.counters.add_sent(kind, mine * (self.size - 1), mine * len(self._far))
-        self.counters.add_received(kind, Lengths.of(totals).total * itemsize - mine)
+        self.counters.add_received(kind, _total(totals) * itemsize - mine)
 
     def _count_broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -340,15 +332,21 @@ class Transport(ABC):
             self.counters.add_received("broadcast", total)
 
 
-class AddingTransport(Transport):
+class SummingTransport(Transport):
     """One whose sums are made on this side, by the thread that waits: a subclass says how by `reduce_by`."""
 
-    adds_here = True
+    traits = TransportTraits(adds_here=True)
 
     def reduce(
-        self, kind: str, key: str, wire: Region, pieces: Sequence[int], out: torch.Tensor, scale: float
+        self,
+        kind: str,
+        key: str,
+        wire: TransportBuffer,
+        shards: Sequence[int],
+        out: torch.Tensor,
+        scale: float,
     ) -> Work:
-        return self.reduce_by(sum_pieces, kind, key, wire, pieces, out, scale)
+        return self.reduce_by(sum_shards, kind, key, wire, shards, out, scale)
 
 
 def slices(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -385,3 +383,8 @@ def _ordered_sum(column: Sequence[float]) -> float:
     for value in column:
         total += value
     return total
+
+
+def _total(lengths: Sequence[int]) -> int:
+    """Of all ranks, which may be thousands: what a layout has is added up once."""
+    return lengths.total if isinstance(lengths, RankLengths) else sum(lengths)

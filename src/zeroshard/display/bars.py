@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from .figures import bytes_text, unit_of
-from .reading import Reading, Record
+from .reading import LoopRecord, Reading
 
 BAR = "▆"  # not a full block: bars of neighbouring lines must not touch
 NAME_COLUMNS = 9
@@ -50,7 +50,7 @@ class _Bar:
         yield text.append(" " * (room - drawn) + self.end)
 
 
-def memory_bars(record: Record, reading: Reading) -> tuple[str, list[RenderableType]] | None:
+def memory_bars(record: LoopRecord, reading: Reading) -> tuple[str, list[RenderableType]] | None:
     """A bar per rank (of many ranks, the fullest and the emptiest), and what the colours mean."""
     if not reading.memory:
         return None
@@ -69,7 +69,7 @@ def memory_bars(record: Record, reading: Reading) -> tuple[str, list[RenderableT
     return "memory per rank, at its peak", lines
 
 
-def sent_bars(record: Record, reading: Reading) -> tuple[str, list[RenderableType]] | None:
+def sent_bars(record: LoopRecord, reading: Reading) -> tuple[str, list[RenderableType]] | None:
     """A bar per kind of traffic, one for all of it, and DDP's."""
     if not reading.sent:
         return None

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from .figures import clock_text
-from .reading import Point, Record
+from .reading import LoopRecord, Point
 
 TRAIN, VALIDATION = "bright_cyan", "bold bright_yellow"
 DIM = "bright_black"
@@ -25,7 +25,7 @@ Cells = list[list[tuple[str, str]]]  # [row][column]: a character and its style
 class Curve:
     """Losses from the beginning to the planned end of the training: the empty part is still to come."""
 
-    def __init__(self, record: Record, rows: int) -> None:
+    def __init__(self, record: LoopRecord, rows: int) -> None:
         self.rows = rows - 1  # the last one holds the times
         self.train = list(_smooth([point for point in record.train if math.isfinite(point[1])]))
         self.validation = [point for point in record.validation if math.isfinite(point[1])]

@@ -11,14 +11,14 @@ from rich.text import Text
 from .bars import memory_bars, sent_bars
 from .curve import TRAIN, VALIDATION, Curve
 from .figures import clock_text
-from .reading import Reading, Record
+from .reading import LoopRecord, Reading
 
 WIDE = 72  # columns from which two panels of bars stand side by side
 FEWEST_CURVE_ROWS, MOST_CURVE_ROWS = 5, 17
 DIM = "bright_black"
 
 
-def frame(record: Record, reading: Reading, width: int, rows: int) -> Group:
+def frame(record: LoopRecord, reading: Reading, width: int, rows: int) -> Group:
     """The picture of `reading` in at most `rows` lines of `width` columns."""
     parts: list[RenderableType] = [Text(record.title, "bold", no_wrap=True, overflow="ellipsis")]
     parts += [_Progress(record, reading), _facts(record, reading)]
@@ -43,7 +43,7 @@ def _panel(name: Text, inside: RenderableType, rows: int) -> Panel:
     return Panel(inside, box=ROUNDED, title=name, title_align="left", border_style=DIM, height=rows + 2)
 
 
-def _facts(record: Record, reading: Reading) -> Text:
+def _facts(record: LoopRecord, reading: Reading) -> Text:
     facts = {"loss": f"{record.loss:.3f}"}
     if record.validation:
         facts["validation"] = f"{record.validation[-1][1]:.3f}"
@@ -60,7 +60,7 @@ def _facts(record: Record, reading: Reading) -> Text:
 class _Progress:
     """A thin bar with the times at its end."""
 
-    def __init__(self, record: Record, reading: Reading) -> None:
+    def __init__(self, record: LoopRecord, reading: Reading) -> None:
         left = f", {clock_text(record.left)} left" if reading.done < 1 else ""
         self.times = f" {clock_text(record.elapsed)} elapsed{left}"
         self.done = min(max(reading.done, 0.0), 1.0)

@@ -15,8 +15,8 @@ from typing import Self, TextIO
 
 from .figures import bytes_text, clock_text
 from .frame import frame
-from .reading import Plain, Reading, Record
-from .screen import Screen
+from .reading import LoopRecord, Plain, Reading
+from .screen import LiveScreen
 
 REDRAW_SECONDS = 0.4
 
@@ -36,11 +36,11 @@ class Live:
         every: float = 5.0,
         stream: TextIO | None = None,
     ) -> None:
-        self.record = Record(title, plain)
+        self.record = LoopRecord(title, plain)
         self._draws = rank == 0
         self._stream = stream or sys.stdout
-        self._screen = Screen(self._stream) if self._draws and _is_terminal(self._stream) else None
-        self._pace = REDRAW_SECONDS if self._screen else every
+        self._screen = LiveScreen(self._stream) if self._draws and _is_terminal(self._stream) else None
+        self._interval = REDRAW_SECONDS if self._screen else every
         self._shown: Reading | None = None
         self._drawn = 0.0
 
@@ -65,7 +65,7 @@ class Live:
         if not self._draws:
             return
         self.record.add(reading)
-        if self._shown is None or self.record.now - self._drawn >= self._pace:
+        if self._shown is None or self.record.now - self._drawn >= self._interval:
             self._draw(reading)
 
     def _draw(self, reading: Reading) -> None:
@@ -81,7 +81,7 @@ def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def _line(record: Record, reading: Reading) -> str:
+def _line(record: LoopRecord, reading: Reading) -> str:
     parts = [f"step {reading.step}", f"{reading.done:.0%}", f"loss {record.loss:.3f}"]
     if record.validation:
         parts.append(f"validation {record.validation[-1][1]:.3f}")

@@ -38,7 +38,7 @@ class Reading:
     moment: float = field(default_factory=time.monotonic)  # when the step was done: before any validation
 
 
-class Record:
+class LoopRecord:
     """The readings so far: every loss, the last reading, and a clock."""
 
     def __init__(self, title: str, plain: Plain | None) -> None:

@@ -18,7 +18,7 @@ HOME, CLEAR_BELOW, CLEAR_REST = "\x1b[H", "\x1b[J", "\x1b[K"
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
 
 
-class Screen:
+class LiveScreen:
     """A terminal with one frame at its end."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -57,23 +57,23 @@ class Screen:
         """Send what is printed from now on above the frame, where it would go to this terminal."""
         self._kept = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (
-            cast(TextIO, _Above(self, stream)) if stream.isatty() else stream for stream in self._kept
+            cast(TextIO, _PrintsAbove(self, stream)) if stream.isatty() else stream for stream in self._kept
         )
 
     def release_prints(self) -> None:
         if self._kept is None:
             return
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, _Above):
+            if isinstance(stream, _PrintsAbove):
                 stream.finish()
         sys.stdout, sys.stderr = self._kept
         self._kept = None
 
 
-class _Above(io.TextIOBase):
+class _PrintsAbove(io.TextIOBase):
     """Stands in for a standard stream while a frame is on the screen."""
 
-    def __init__(self, screen: Screen, stream: TextIO) -> None:
+    def __init__(self, screen: LiveScreen, stream: TextIO) -> None:
         self._screen, self._stream, self._text = screen, stream, ""
 
     def write(self, text: str) -> int:

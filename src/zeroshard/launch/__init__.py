@@ -1,4 +1,3 @@
-"""How ranks come to be: `zeroshard run` starts them on this host, and `join` meets those that others started.
+"""Starts ranks on this host (`zeroshard run`), and joins those that other launchers started.
 
-Nothing here imports torch when it is imported: the command line must answer at once.
-"""
+Nothing here imports torch when it is imported: the command line must answer at once."""

@@ -10,11 +10,15 @@ from dataclasses import asdict, dataclass
 # What a rank says when a peer went away. It is a consequence, so it never is the cause while another rank has
 # one.
 CONSEQUENCES = ("RankError", "DistBackendError", "DistNetworkError", "DistStoreError")
+# What a rank writes to the launcher when its script has come to an end.
+FAREWELL = b"end\n"
+# Letters of an error that a summary repeats.
+_BRIEF = 100
 CONSEQUENCE_TEXTS = ("onnection closed by peer", "onnection reset by peer", "Broken pipe")
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What a rank told the launcher of the exception that ended it. `at` is on the host's monotonic clock.
 
     `traceback` is what the rank's excepthook printed: empty where the script's own hook shows it elsewhere.
@@ -30,7 +34,7 @@ class Report:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
-    def decode(cls, line: bytes) -> Report:
+    def decode(cls, line: bytes) -> RankReport:
         """Reads back what `encode` wrote."""
         return cls(**json.loads(line))
 
@@ -41,21 +45,34 @@ class Report:
         return f"{self.kind}: {first}" if first else self.kind
 
     @property
+    def brief(self) -> str:
+        """The headline in a summary, where the traceback with all of it is shown above: its beginning."""
+        told = self.headline
+        return told if not self.traceback or len(told) <= _BRIEF else told[: _BRIEF - 1].rstrip() + "…"
+
+    @property
     def follows(self) -> bool:
         """Whether this is what a rank says when a peer went away."""
         return self.kind in CONSEQUENCES or any(text in self.text for text in CONSEQUENCE_TEXTS)
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How one rank ended. `status` is an exit code, or minus the signal; `at` is on the monotonic clock."""
+class RankEnding:
+    """How one rank ended. `status` is an exit code, or minus the signal; `at` is on the monotonic clock.
+    `finished`: its script had come to its end."""
 
     rank: int
     status: int
     at: float
-    report: Report | None = None
+    report: RankReport | None = None
     last_line: str = ""
     stopped: bool = False
+    finished: bool = True
+
+    @property
+    def left(self) -> bool:
+        """Whether the rank went away in the middle of its script, with an exit code of 0 (`os._exit(0)`)."""
+        return self.status == 0 and not self.finished
 
     @property
     def failed(self) -> bool:
@@ -69,43 +86,49 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Result:
+class AttemptResult:
     """How an attempt ended: its exit code, and the rank to blame where the ranks themselves ended it."""
 
     code: int
-    blamed: Ending | None = None
+    blamed: RankEnding | None = None
 
 
-def first_failure(endings: Iterable[Ending]) -> Ending | None:
+def first_failure(endings: Iterable[RankEnding]) -> RankEnding | None:
     """The rank to blame: the earliest that failed; one that lost a peer only where there is no other."""
-    failures = [ending for ending in endings if ending.failed]
+    every = list(endings)
+    failures = [ending for ending in every if ending.failed]
     if not failures:
         return None
+    if all(ending.report is not None and ending.report.follows for ending in failures):
+        # Many scripts end by os._exit(0) in good order. One whose peers then miss it did not.
+        failures += [ending for ending in every if ending.left]
     return min(failures, key=lambda e: (e.report is not None and e.report.follows, e.failed_at, e.rank))
 
 
-def exit_code(ending: Ending) -> int:
+def exit_code(ending: RankEnding) -> int:
     """The code a shell would give: 128 + signal for a killed process."""
     if ending.status < 0:
         return 1 if ending.stopped else 128 - ending.status
     return ending.status or 1
 
 
-def describe(ending: Ending, started: float) -> str:
+def describe(ending: RankEnding, started: float) -> str:
     """How one rank ended, as a clause: `rank 1 was killed by SIGKILL after 12 s`."""
     name = f"rank {ending.rank}"
     after = f"after {duration(ending.failed_at - started)}"
     if ending.report and ending.stopped:
-        return f"{name} raised {ending.report.headline} {after} and did not end by itself"
-    detail = ending.report.headline if ending.report else ending.last_line
+        return f"{name} raised {ending.report.brief} {after} and did not end by itself"
+    detail = ending.report.brief if ending.report else ending.last_line
     detail = f": {detail}" if detail else ""
+    if ending.left:
+        return f"{name} ended in the middle of its script {after}, with exit code 0 (os._exit?){detail}"
     if ending.status >= 0:
         return f"{name} exited with code {ending.status}{detail or f' {after}'}"
     hint = " (the kernel does this when memory runs out)" if -ending.status == signal.SIGKILL else ""
     return f"{name} was killed by {signal_name(-ending.status)} {after}{hint}{detail}"
 
 
-def summary(endings: Sequence[Ending], started: float) -> str:
+def summary(endings: Sequence[RankEnding], started: float) -> str:
     """The last message of a run that failed: the rank to blame, and what became of the others."""
     first = first_failure(endings)
     assert first is not None
@@ -117,6 +140,7 @@ def summary(endings: Sequence[Ending], started: float) -> str:
     followed = [e.rank for e in others if e.failed and e.rank not in same]
     clauses = [describe(first, started)]
     if same:
+        clauses[0] = clauses[0].removesuffix(".")
         clauses.append(f"{rank_list(same)} failed with the same error")
     if followed:
         clauses.append(f"{rank_list(followed)} failed after it")
@@ -128,7 +152,7 @@ def summary(endings: Sequence[Ending], started: float) -> str:
     return "; ".join(clauses)
 
 
-def narrate(rank: int, report: Report, earlier: Sequence[Report], caused: bool) -> str:
+def narrate(rank: int, report: RankReport, earlier: Sequence[RankReport], caused: bool) -> str:
     """What to print of an exception: the traceback, one line if the rank only lost a peer, or nothing.
 
     `earlier` are the reports printed before; one that only repeats them is left to the summary. `caused` says

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,21 @@ _LONGEST_LINE = 1 << 16
 _CRASH = "Fatal Python error:"
 
 
-class Screen:
+def open_streams() -> None:
+    """Put the null device where this process was started with a closed stream (`>&-`): the next file would
+    get its number, and ranks would write into a pipe or socket of ours."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+class OutputStreams:
     """The launcher's two streams, shared by the threads that print on them."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
@@ -33,7 +49,7 @@ class Screen:
         self.write(self.stderr, f"zeroshard: {text}\n")
 
 
-class Relay(threading.Thread):
+class OutputRelay(threading.Thread):
     """Reads a rank's pipe line by line, passes each on, and remembers the last one that was not blank: of a
     crash its headline, not the end of the stacks that follow."""
 
@@ -54,7 +70,7 @@ class Relay(threading.Thread):
                 self._accept(line)
 
 
-def prefixed(rank: int, screen: Screen, stream: TextIO) -> Callable[[bytes], None]:
+def prefixed(rank: int, screen: OutputStreams, stream: TextIO) -> Callable[[bytes], None]:
     """Prints lines on a stream as `[rank 1] …`."""
 
     def accept(line: bytes) -> None:
@@ -64,11 +80,11 @@ def prefixed(rank: int, screen: Screen, stream: TextIO) -> Callable[[bytes], Non
     return accept
 
 
-def filed(path: Path, again: bool) -> Callable[[bytes], None]:
-    """Writes lines to a file, both streams of a rank to the same one; `again`: behind those of the attempt
-    before, which say why it failed."""
+def filed(path: Path) -> Callable[[bytes], None]:
+    """Writes lines to a file, both streams of a rank to the same one, behind what is there: of the attempt
+    before, which says why it failed, or of an earlier job."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab" if again else "wb", buffering=0)
+    file = path.open("ab", buffering=0)
 
     def accept(line: bytes) -> None:
         file.write(line)

@@ -1,8 +1,7 @@
-"""Whether, when, with how many ranks and from which checkpoint a failed job begins again.
+"""Decides whether, when, with how many ranks and from which checkpoint a failed job begins again.
 
 Not on the elastic agent of torchrun: over gloo its restarts read stale addresses from the reused store. Here
-an attempt shares nothing with the one before it but the folder of checkpoints.
-"""
+an attempt shares nothing with the one before it but the folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .job import PREEMPTED, USAGE, Job
-from .outcome import Ending, Result
-from .output import Screen
+from .job import PREEMPTED, USAGE, LaunchJob
+from .outcome import AttemptResult, RankEnding
+from .output import OutputStreams
 
 # Errors that another attempt would meet again. Where data, disks and peers have a part in it, none is sure.
 _SURE = ("OptionError", "ModelError", "PlanError", "SyntaxError", "IndentationError", "ModuleNotFoundError")
@@ -20,14 +19,14 @@ _SHORTEST, _LONGEST = 0.5, 30.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class AttemptFailure:
     """One attempt that failed: the rank to blame, and whether a checkpoint was completed before."""
 
     rank: int
     progress: bool
 
 
-def pause(failures: Sequence[Failure]) -> float:
+def pause(failures: Sequence[AttemptFailure]) -> float:
     """Seconds to wait: short after progress, doubled with every failure in a row that had none."""
     fruitless = 0
     for failure in reversed(failures):
@@ -37,7 +36,7 @@ def pause(failures: Sequence[Failure]) -> float:
     return min(_LONGEST, _SHORTEST * 2.0 ** max(0, fruitless - 1))
 
 
-def lost(failures: Sequence[Failure]) -> bool:
+def lost(failures: Sequence[AttemptFailure]) -> bool:
     """A rank that was started again and fails again, with no checkpoint in between, does not come back."""
     if len(failures) < 2:
         return False
@@ -45,7 +44,7 @@ def lost(failures: Sequence[Failure]) -> bool:
     return before.rank == last.rank and not last.progress
 
 
-def hopeless(ending: Ending, code: int) -> str | None:
+def hopeless(ending: RankEnding, code: int) -> str | None:
     """Why a restart would fail in the same way, if it would."""
     if code == USAGE:
         return "exit code 2 says that the script was called wrongly"
@@ -56,20 +55,20 @@ def hopeless(ending: Ending, code: int) -> str | None:
     return None
 
 
-class Restarts:
+class RestartPolicy:
     """The attempts at one job so far."""
 
-    def __init__(self, job: Job, screen: Screen) -> None:
+    def __init__(self, job: LaunchJob, screen: OutputStreams) -> None:
         self.job, self._screen = job, screen
         self.done = 0
-        self.failures: list[Failure] = []
+        self.failures: list[AttemptFailure] = []
         self._from: Path | None = None
 
     @property
     def pause(self) -> float:
         return pause(self.failures)
 
-    def begin(self) -> Job:
+    def begin(self) -> LaunchJob:
         """The job as it is to be started now; what dead saves left in its folder is gone."""
         if self.job.resume is not None:
             from zeroshard.checkpoint import clean
@@ -78,7 +77,7 @@ class Restarts:
             self._from = self._latest()
         return self.job
 
-    def again(self, result: Result) -> bool:
+    def again(self, result: AttemptResult) -> bool:
         """Whether to start again after this; says so, or why not."""
         blamed = result.blamed
         if blamed is None or self.job.restarts == 0:
@@ -91,7 +90,7 @@ class Restarts:
             self._screen.say(f"gave up after {self.done} restart{'s' if self.done != 1 else ''}")
             return False
         latest = self._latest()
-        self.failures.append(Failure(blamed.rank, latest is not None and latest != self._from))
+        self.failures.append(AttemptFailure(blamed.rank, latest is not None and latest != self._from))
         self._shrink()
         self.done += 1
         self._screen.say(

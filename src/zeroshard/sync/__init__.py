@@ -1,22 +1,21 @@
-"""Acts on the policies of `policy.py`: when gradients are reduced, when an update uses them, when ranks that
-train apart meet.
+"""Acts on the policies of `sync_policies.py`: when gradients are reduced, when an update uses them, and when
+ranks that train apart meet.
 
-A *pace* is one policy at work on one run: it owns the gradients' way to the homes, and runs the update.
+A *sync strategy* is one policy at work on one run: it owns the gradients' way to the sharded parameters,
+and runs the update.
 """
 
 from __future__ import annotations
 
-from .adaptive import AdaptivePace
-from .delayed import DelayedGradients, DelayedLocalGradients, DelayedPace
-from .local import LocalPace
-from .pace import Kept, Pace
+from .adaptive import AdaptiveSync
+from .delayed import DelayedSync
+from .local import LocalSync
+from .strategy import SavedRows, SyncStrategy
 
 __all__ = [
-    "AdaptivePace",
-    "DelayedGradients",
-    "DelayedLocalGradients",
-    "DelayedPace",
-    "Kept",
-    "LocalPace",
-    "Pace",
+    "AdaptiveSync",
+    "DelayedSync",
+    "SavedRows",
+    "LocalSync",
+    "SyncStrategy",
 ]

@@ -1,14 +1,14 @@
-"""A pace that moves between others by what it measures.
+"""Moves between sync strategies by what it measures.
 
 [Note: one decision] Ranks measure different times. At the end of a window, which all ranks reach at the same
 step, they agree on the largest of each number and decide by `decide`, which is a function of these alone. So
-all ranks change in the same step, or none does.
-"""
+all ranks change in the same step, or none does."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -19,21 +19,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import Transport
-from zeroshard.life.private import Private
-from zeroshard.life.shard import Faces
-from zeroshard.life.step import Update
-from zeroshard.policy import Adaptive, Choice, Delayed, EveryStep, Local
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.params.rank_state import RankState
+from zeroshard.params.sharded_param import ShardedTensors
+from zeroshard.sync_policies import Adaptive, Choice, Delayed, EveryStep, Local
 
-from .decide import Decision, Judge, Reading, figure
-from .delayed import DelayedPace
-from .local import LocalPace
-from .pace import Kept, Pace
+from .adaptive_choice import ChoiceJudge, Decision, WindowReading, figure
+from .delayed import DelayedSync
+from .local import LocalSync
+from .strategy import SavedRows, SyncStrategy
 
 log = logging.getLogger("zeroshard")
 
+TOLD = 200  # changes that are remembered, the last ones: on a restless link there is one in every window
+
 
 @dataclass
-class _Window:
+class _MeasuredWindow:
     """What has been seen since it was opened."""
 
     opened: float
@@ -42,92 +44,92 @@ class _Window:
     steps: int = 0
 
 
-class AdaptivePace(Pace):
-    """`Adaptive` at work. Delegates to the pace of the choice in force."""
+class AdaptiveSync(SyncStrategy):
+    """`Adaptive` at work. Delegates to the sync strategy of the choice in force."""
 
     def __init__(
         self,
         policy: Adaptive,
-        paces: Mapping[Choice, Pace],
+        sync_strategies: Mapping[Choice, SyncStrategy],
         transport: Transport,
-        updates: Sequence[Update],
+        updates: Sequence[ShardedOptimizer],
     ) -> None:
         self.policy, self.transport, self.updates = policy, transport, updates
-        self.paces = [paces[choice] for choice in policy.choices]
+        self.sync_strategies = [sync_strategies[choice] for choice in policy.choices]
         self.number = 0
         self.count = 0  # steps of the last optimizer
-        self.switches: list[str] = []
+        self.switches = deque[str](maxlen=TOLD)
         self._judge = self._new_judge()
         self._tried_since = 0  # the step at which looking for a choice began
-        self._window: _Window | None = None
+        self._window: _MeasuredWindow | None = None
         self._norms: list[float] = []
         self._take(0)
-        super().__init__(self.paces[0].gradients)
+        super().__init__(self.sync_strategies[0].gradients)
 
-    def _new_judge(self) -> Judge:
-        return Judge(self.policy.gain, self.policy.unrest, len(self.paces))
+    def _new_judge(self) -> ChoiceJudge:
+        return ChoiceJudge(self.policy.gain, self.policy.unrest, len(self.sync_strategies))
 
     def _take(self, number: int) -> None:
         self.number = number
-        pace = self.paces[number]
-        if isinstance(pace, DelayedPace):
-            pace.gradients.behind = isinstance(self.policy.choices[number], Delayed)
-        self.gradients, self.apart = pace.gradients, pace.apart
+        sync_strategy = self.sync_strategies[number]
+        if isinstance(sync_strategy, DelayedSync):
+            sync_strategy.gradients.delay(isinstance(self.policy.choices[number], Delayed))
+        self.gradients, self.apart = sync_strategy.gradients, sync_strategy.apart
         self.label = f"Adaptive: {self.policy.choices[number]!r}"
 
     @property
-    def pace(self) -> Pace:
-        return self.paces[self.number]
+    def sync_strategy(self) -> SyncStrategy:
+        return self.sync_strategies[self.number]
 
     # ------------------------------------------------------------------ what is delegated
 
     def advance(self) -> None:
-        self.pace.advance()
+        self.sync_strategy.advance()
 
     @property
     def begun(self) -> bool:  # type: ignore[override]
-        return self.pace.begun
+        return self.sync_strategy.begun
 
     def ended(self) -> None:
-        self.pace.ended()
+        self.sync_strategy.ended()
 
     def forget(self, optimizer: Optimizer | None) -> bool:
-        return self.pace.forget(optimizer)
+        return self.sync_strategy.forget(optimizer)
 
     def rewritten(self) -> None:
-        self.pace.rewritten()
+        self.sync_strategy.rewritten()
 
     def meet(self) -> None:
-        self.pace.meet()
+        self.sync_strategy.meet()
 
     def wind_up(self) -> None:
-        for pace in self.paces:
-            pace.wind_up()
+        for sync_strategy in self.sync_strategies:
+            sync_strategy.wind_up()
 
     def take_buffers(self, buffers: list[Tensor]) -> None:
-        for pace in self.paces:
-            pace.take_buffers(buffers)
+        for sync_strategy in self.sync_strategies:
+            sync_strategy.take_buffers(buffers)
 
     def untimely(self) -> str | None:
-        return self.pace.untimely()
+        return self.sync_strategy.untimely()
 
     def report(self) -> tuple[str, ...]:
         return tuple(self.switches)
 
     # ------------------------------------------------------------------ windows
 
-    def step(self, update: Update, step: Callable[[], Any]) -> None:
+    def step(self, update: ShardedOptimizer, step: Callable[[], Any]) -> None:
         if update is not self.updates[-1]:
-            self.pace.step(update, step)
+            self.sync_strategy.step(update, step)
             return
         self._note_norm()
-        self.pace.step(update, step)
+        self.sync_strategy.step(update, step)
         self.count += 1
         self._look()
 
     def turn(self) -> None:
         self._note_norm()
-        self.pace.turn()
+        self.sync_strategy.turn()
         self.count += 1
         self._look()
 
@@ -142,7 +144,7 @@ class AdaptivePace(Pace):
         """Steps of a window: whole rounds of local steps, so that each counts its share of a meeting."""
         choice = self.policy.choices[self.number]
         round_ = choice.steps if isinstance(choice, Local) else 1
-        wanted = self.policy.window * self._judge.stretch
+        wanted = self.policy.window * self._judge.window_factor
         return -(-wanted // round_) * round_
 
     def _look(self) -> None:
@@ -155,11 +157,11 @@ class AdaptivePace(Pace):
         if window.steps == self._length:
             self._close(window)
 
-    def _open(self) -> _Window:
+    def _open(self) -> _MeasuredWindow:
         counters = self.transport.counters
-        return _Window(perf_counter(), sum(counters.waited.values()), sum(counters.sent.values()))
+        return _MeasuredWindow(perf_counter(), sum(counters.waited.values()), sum(counters.sent.values()))
 
-    def _close(self, window: _Window) -> None:
+    def _close(self, window: _MeasuredWindow) -> None:
         ended = self._open()
         steps = float(window.steps)
         mine = [
@@ -173,7 +175,7 @@ class AdaptivePace(Pace):
         unrest = max(first, last) / min(first, last) if min(first, last) > 0 else 1.0
         self._norms.clear()
         looking = self._judge.chosen is None
-        self._follow(self._judge.hear(self.number, Reading(seconds, waited, sent, unrest)), looking)
+        self._follow(self._judge.hear(self.number, WindowReading(seconds, waited, sent, unrest)), looking)
 
     def _follow(self, decision: Decision, looking: bool) -> None:
         """Do what was decided, and open the next window."""
@@ -185,7 +187,7 @@ class AdaptivePace(Pace):
         if looking and decision.settled:
             self._say_cost()
         # The first step of another choice is left out, but for local steps, which count by rounds.
-        starts = changes and not isinstance(self.pace, LocalPace)
+        starts = changes and not isinstance(self.sync_strategy, LocalSync)
         self._window = None if starts else self._open()
 
     def _say_cost(self) -> None:
@@ -203,10 +205,10 @@ class AdaptivePace(Pace):
         """Of this rank's gradients: how much it changes is all that is asked. An overflow, which is skipped
         and comes on one rank, is no news: 0."""
         grads = [
-            Faces.local(p.home.grad)
+            ShardedTensors.local(p.sharded_param.grad)
             for update in self.updates
             for p in update.params.values()
-            if p.home.grad is not None
+            if p.sharded_param.grad is not None
         ]
         norm = float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
         return norm if math.isfinite(norm) else 0.0
@@ -214,15 +216,15 @@ class AdaptivePace(Pace):
     # ------------------------------------------------------------------ changing over
 
     def _switch(self, number: int, why: str) -> None:
-        old, new = self.pace, self.paces[number]
+        old, new = self.sync_strategy, self.sync_strategies[number]
         choices = self.policy.choices
         if new is not old:
             old.meet()
-            if isinstance(old, DelayedPace):
+            if isinstance(old, DelayedSync):
                 old.gradients.drop()  # it would be applied whenever this choice is taken again
-            if isinstance(old, LocalPace) and not isinstance(new, LocalPace):
+            if isinstance(old, LocalSync) and not isinstance(new, LocalSync):
                 self._equalise()
-            if isinstance(new, LocalPace):
+            if isinstance(new, LocalSync):
                 new.start()
         line = f"step {self.count}: {choices[self.number]!r} -> {choices[number]!r}: {why}"
         self._take(number)
@@ -238,7 +240,7 @@ class AdaptivePace(Pace):
         apart again in steps taken together: rank 0's is taken. A parameter that some rank alone has never
         used begins afresh."""
         states = [
-            (param.name, update.optimizer.state.get(param.home, {}))
+            (param.name, update.optimizer.state.get(param.sharded_param, {}))
             for update in self.updates
             for param in update.params.values()
         ]
@@ -257,27 +259,27 @@ class AdaptivePace(Pace):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def kept(self, wanted: bool = False) -> list[Kept]:
-        paces = dict.fromkeys(self.paces) if wanted else [self.pace]
-        return [kept for pace in paces for kept in pace.kept(wanted)]
+    def kept(self, wanted: bool = False) -> list[SavedRows]:
+        sync_strategies = dict.fromkeys(self.sync_strategies) if wanted else [self.sync_strategy]
+        return [kept for sync_strategy in sync_strategies for kept in sync_strategy.kept(wanted)]
 
-    def private(self) -> list[Private]:
+    def private(self) -> list[RankState]:
         found, seen = [], set[int]()
-        for choice, pace in zip(self.policy.choices, self.paces, strict=True):
-            if id(pace.gradients) not in seen:
-                seen.add(id(pace.gradients))
+        for choice, sync_strategy in zip(self.policy.choices, self.sync_strategies, strict=True):
+            if id(sync_strategy.gradients) not in seen:
+                seen.add(id(sync_strategy.gradients))
                 own = choice.compress if isinstance(choice, EveryStep) else None
                 # Several codecs keep something about the same parameter.
                 of = "" if own is None else f" of {own!r}"
-                found += [replace(held, key=held.key + of) for held in pace.gradients.private()]
+                found += [replace(held, key=held.key + of) for held in sync_strategy.gradients.private()]
         return [*found, *self.beliefs]
 
     def values(self) -> dict[str, Any]:
         names = [repr(choice) for choice in self.policy.choices]
-        return {**self.pace.values(), "choices": names, "number": self.number, "steps": self.count}
+        return {**self.sync_strategy.values(), "choices": names, "number": self.number, "steps": self.count}
 
     def own(self) -> dict[str, Any]:
-        return self.pace.own()
+        return self.sync_strategy.own()
 
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         same = values.get("choices") == [repr(choice) for choice in self.policy.choices]
@@ -286,5 +288,8 @@ class AdaptivePace(Pace):
         self._window = None
         self._judge, self._tried_since = self._new_judge(), self.count
         self._norms.clear()
-        for pace in dict.fromkeys(self.paces):
-            pace.adopt(values if pace is self.pace else {}, own if pace is self.pace else {})
+        for sync_strategy in dict.fromkeys(self.sync_strategies):
+            sync_strategy.adopt(
+                values if sync_strategy is self.sync_strategy else {},
+                own if sync_strategy is self.sync_strategy else {},
+            )

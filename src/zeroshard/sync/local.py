@@ -1,10 +1,10 @@
-"""Ranks that train apart and meet every few steps (local SGD, DiLoCo).
+"""Lets ranks train apart and meet every few steps (local SGD, DiLoCo).
 
-Tensors of a chunk (parameters that meet together, at most `bucket_bytes`; P = this rank's piece by rows):
+Tensors of a chunk (parameters that meet together, at most `bucket_bytes`; P = this rank's shard by rows):
 
-- `wire`      master dtype, the pieces of all ranks: this rank's parameters on their way to the mean.
-- `anchor`    master dtype, P, a region: the parameters as of the last meeting, after the outer update. Peers
-  gather it; at a meeting all ranks' parameters become the anchors.
+- `wire`      master dtype, the shards of all ranks: this rank's parameters on their way to the mean.
+- `anchor`    master dtype, P, a transport buffer: the parameters as of the last meeting, after the outer
+  update. Peers gather it; at a meeting all ranks' parameters become the anchors.
 - `mean`      master dtype, P: the mean of the ranks' parameters.
 - `momentum`  master dtype, P: the outer optimizer's.
 
@@ -12,8 +12,7 @@ Anchor and momentum are sharded by rows like the state of stage 1: together 8 by
 ranks. The inner optimizer's state stays each rank's own.
 
 [Note: left out] A `GradScaler` leaves out the step of a rank whose gradient overflowed, and of no other. The
-others meet all the same, so a backward whose gradients are dropped counts as a step.
-"""
+others meet all the same, so a backward whose gradients are dropped counts as a step."""
 
 from __future__ import annotations
 
@@ -26,27 +25,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import Transport
-from zeroshard.count.layout import Pack, slots_for
-from zeroshard.count.meeting import chunks
 from zeroshard.errors import OptionError
-from zeroshard.life.grad import LocalGradients
-from zeroshard.life.shard import Param
-from zeroshard.life.step import Update
-from zeroshard.policy import Local, Nesterov
-from zeroshard.tier.pool import Ledger
+from zeroshard.grads import Reducer
+from zeroshard.layout.traffic import chunks, meeting_pack
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.params.sharded_param import ShardedParam
+from zeroshard.sync_policies import Local, Nesterov
+from zeroshard.tiers.ledger import MemoryLedger
 
-from .pace import Kept, Pace
+from .strategy import SavedRows, SyncStrategy
 
 
-class Chunk:
+class MeetingChunk:
     """Parameters that meet together; see the module's docstring."""
 
-    def __init__(self, key: str, params: Sequence[Param], transport: Transport, ledger: Ledger) -> None:
+    def __init__(
+        self, key: str, params: Sequence[ShardedParam], transport: Transport, ledger: MemoryLedger
+    ) -> None:
         self.key, self.params, self.transport = key, list(params), transport
         world, rank, dtype = transport.size, transport.rank, params[0].local.dtype
-        self.pack = Pack(tuple(slots_for([(p.name, p.slot.shape) for p in params], world, "rows")), world)
+        self.pack = meeting_pack([(p.name, p.slot.shape) for p in params], world)
         self.wire = transport.allocate(f"{key} wire", self.pack.wire, dtype)
-        self.anchor = transport.allocate(f"{key} anchor", self.pack.pieces[rank], dtype)
+        self.anchor = transport.allocate(f"{key} anchor", self.pack.shards[rank], dtype)
         self.mean, self.momentum = (torch.zeros_like(self.anchor.mine) for _ in range(2))
         ledger.book("buckets", self.wire.mine.nbytes + self.mean.nbytes)
         ledger.book("state", self.anchor.mine.nbytes + self.momentum.nbytes)
@@ -59,8 +59,8 @@ class Chunk:
         ]
 
     def _places(self, flat: Tensor, rank: int) -> list[Tensor]:
-        """Where those rows lie in a piece."""
-        return [flat[at : at + n] for at, n in self.pack.cuts_of_pieces[rank]]
+        """Where those rows lie in a shard."""
+        return [flat[at : at + n] for at, n in self.pack.cuts_of_shards[rank]]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -77,7 +77,7 @@ class Chunk:
             out_of += self._rows(rank)
         torch._foreach_copy_(into, out_of)
         scale = 1.0 / self.transport.size
-        return self.transport.reduce("outer", self.key, self.wire, self.pack.pieces, self.mean, scale)
+        return self.transport.reduce("outer", self.key, self.wire, self.pack.shards, self.mean, scale)
 
     @torch.no_grad()
     def update(self, outer: Nesterov) -> None:
@@ -87,26 +87,29 @@ class Chunk:
         self.anchor.mine.sub_(delta.add_(self.momentum, alpha=outer.momentum), alpha=outer.lr)
 
     def fetch(self) -> Any:
-        cuts, out = self.pack.cuts_of_pieces, [self._rows(rank) for rank in range(self.transport.size)]
+        cuts, out = self.pack.cuts_of_shards, [self._rows(rank) for rank in range(self.transport.size)]
         return self.transport.gather("outer", self.key, self.anchor, cuts, out)
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SavedRows]:
         """The momentum, by rows, so that any number of ranks can load it."""
         rank = self.transport.rank
         return [
-            Kept(s.name, "momentum", rows.view(s.local_shape(rank)), s.rows(rank)[0], s.height)
+            SavedRows(s.name, "momentum", rows.view(s.local_shape(rank)), s.rows(rank)[0], s.height)
             for s, rows in zip(self.pack.slots, self._places(self.momentum, rank), strict=True)
         ]
 
 
-class LocalPace(Pace):
+class LocalSync(SyncStrategy):
     """`Local` at work."""
 
     apart = True
-    gradients: LocalGradients
 
     def __init__(
-        self, policy: Local, gradients: LocalGradients, transport: Transport, updates: Sequence[Update]
+        self,
+        policy: Local,
+        gradients: Reducer,
+        transport: Transport,
+        updates: Sequence[ShardedOptimizer],
     ) -> None:
         super().__init__(gradients)
         self.policy, self.transport, self.updates = policy, transport, updates
@@ -115,14 +118,14 @@ class LocalPace(Pace):
         self._moved = False  # the parameters were written while all ranks were equal: anchors are old
         self._unused = False  # a backward has ended, and neither a step nor `zero_grad` has followed
         self._buffers: list[Tensor] = []
-        self.fragments: list[list[Chunk]] = []
+        self.fragments: list[list[MeetingChunk]] = []
         if policy.rates is not None and len(policy.rates) != transport.size:
             raise OptionError(
                 f"Local.rates has {len(policy.rates)} factors and there are {transport.size} ranks: give one "
                 "a rank."
             )
 
-    def divide(self, params: Sequence[Param], limit: int, ledger: Ledger) -> None:
+    def divide(self, params: Sequence[ShardedParam], limit: int, ledger: MemoryLedger) -> None:
         """Cut the trainable parameters into fragments, and those into chunks; see `meeting.chunks`."""
         by_name = {p.name: p for p in params}
         members = [(p.name, str(p.local.dtype), p.local.nbytes) for p in params]
@@ -130,7 +133,7 @@ class LocalPace(Pace):
             self.fragments.append([])
             for place, (dtype, names) in enumerate(part):
                 key = f"outer {number} {dtype} {place}"
-                chunk = Chunk(key, [by_name[name] for name in names], self.transport, ledger)
+                chunk = MeetingChunk(key, [by_name[name] for name in names], self.transport, ledger)
                 self.fragments[-1].append(chunk)
         self.settle()
 
@@ -149,7 +152,7 @@ class LocalPace(Pace):
             chunk.settle()
 
     @property
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self) -> list[MeetingChunk]:
         return [chunk for fragment in self.fragments for chunk in fragment]
 
     # ------------------------------------------------------------------ steps
@@ -162,7 +165,7 @@ class LocalPace(Pace):
         """What is loaded or set by hand between two rounds is no step that the outer optimizer enlarges."""
         self._moved = self._moved or self.untimely() is None
 
-    def step(self, update: Update, step: Callable[[], Any]) -> None:
+    def step(self, update: ShardedOptimizer, step: Callable[[], Any]) -> None:
         if self._moved:
             self.settle()
         with self._at_own_rate(update):
@@ -185,7 +188,7 @@ class LocalPace(Pace):
             self._meet([chunk for n in due for chunk in self.fragments[n]])
 
     @contextmanager
-    def _at_own_rate(self, update: Update) -> Iterator[None]:
+    def _at_own_rate(self, update: ShardedOptimizer) -> Iterator[None]:
         rates = self.policy.rates
         if rates is None:
             yield
@@ -207,7 +210,7 @@ class LocalPace(Pace):
             self.count = 0
 
     @torch.no_grad()
-    def _meet(self, chunks: Sequence[Chunk]) -> None:
+    def _meet(self, chunks: Sequence[MeetingChunk]) -> None:
         works = [chunk.send() for chunk in chunks]
         self.transport.fence()  # peers have read the anchors of the last meeting
         for chunk, work in zip(chunks, works, strict=True):
@@ -238,7 +241,7 @@ class LocalPace(Pace):
             "Call run.synchronise() first, which lets the ranks meet now, or save after a meeting"
         )
 
-    def kept(self, wanted: bool = False) -> list[Kept]:
+    def kept(self, wanted: bool = False) -> list[SavedRows]:
         return [kept for chunk in self._chunks for kept in chunk.kept()]
 
     def values(self) -> dict[str, Any]:
@@ -251,7 +254,7 @@ class LocalPace(Pace):
     def _inner(self) -> list[dict[str, dict[str, Tensor]]]:
         found = []
         for update in self.updates:
-            states = {p.name: update.optimizer.state.get(p.home, {}) for p in update.params.values()}
+            states = {p.name: update.optimizer.state.get(p.sharded_param, {}) for p in update.params.values()}
             found.append(
                 {
                     name: {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -268,7 +271,7 @@ class LocalPace(Pace):
                 chunk.momentum.zero_()
         for update, loaded in zip(self.updates, own.get("inner", ()), strict=False):
             for param in update.params.values():
-                state, given = update.optimizer.state.get(param.home, {}), loaded.get(param.name)
+                state, given = update.optimizer.state.get(param.sharded_param, {}), loaded.get(param.name)
                 if given is not None and not given:
                     state.clear()  # this rank had not used it; the dict stays: proxies know it
                 for key, value in (given or {}).items():

@@ -12,8 +12,6 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["PeakBytes", "assert_bytes", "tensor_bytes"]
-
 
 def tensor_bytes() -> tuple[int, dict[int, int]]:
     """Bytes of all storages that tensors of this process refer to: in private memory, and by inode in

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["assert_losses", "assert_same_bits", "ulps"]
-
 
 def ulps(got: Tensor, want: Tensor) -> int:
     """The largest distance of two tensors, counted in floating-point numbers; NaNs of equal bits agree."""

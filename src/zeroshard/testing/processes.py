@@ -26,9 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.launch.job import PRELOAD
-
-__all__ = ["Outcome", "RankFailure", "Ranks", "ranks", "server", "summary"]
+from zeroshard.extend import PRELOAD
 
 # Imported once by the server that ranks are forked from, so that a pool starts in a fraction of a second.
 # What is not installed is passed over; the last one is told that all is there.
@@ -80,7 +78,7 @@ class Ranks:
         self._lifelines: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """`function(*args)` on every rank: the results in rank order, or `RankFailure` if one failed."""
         outcomes = self.attempt(function, *args, timeout=timeout)
         if any(outcome.kind for outcome in outcomes):
@@ -88,7 +86,7 @@ class Ranks:
             raise RankFailure(summary(function, told, self.size))
         return [outcome.value for outcome in outcomes]
 
-    def attempt(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
+    def attempt(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Outcome]:
         """As `run`, but a failure is an answer like any other."""
         order = pickle.dumps((function, args))
         if not self._processes:

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.errors import StateError
+from zeroshard.extend import StateError
 
 from .processes import Outcome, RankFailure, summary
 
-__all__ = ["run_threads"]
 
-
-def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_threads(size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
     """`function(*args)` on `size` threads of this process, each a rank of one group; results in rank order.
 
     Cheap for many ranks, and a debugger sees them all. CPU only, torch 2.13 or newer. Threads share torch's

@@ -1,0 +1,1 @@
+"""What the strategies for both of Lightning's packages are made of."""

@@ -1,0 +1,638 @@
+"""Divides a model into gather groups, buckets in their order, offload groups and wires. Integers only.
+
+Here stand also the bytes on the way of the gradients: wires, reduced-gradient buffers, and what codecs
+keep."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+
+from zeroshard.compress import Codec, Compression, Delta, MeanCodec, Rows
+from zeroshard.compress.base import padded
+from zeroshard.options import DTYPE_BYTES, Options, bucket_limit, codec_for, gather_codec
+from zeroshard.sync_policies import Local, choices_of, delays
+
+from .codes import back_bytes, bodies_of, cut_of, rows_bytes, wire_bytes
+from .placement import Placement, Rest, UnitPlacement
+from .prefetch import Sizes, UnitOrder, UnitVisit, small_units
+from .sharding import ALIGN, PackLayout, ShardSpec, aligned, buckets, owner_runs, slots_by_name
+from .specs import (
+    ASSUMED_TRAITS,
+    BLOCK,
+    ROOT,
+    WIDTHS,
+    BucketSpec,
+    BufferBytes,
+    GatherGroupSpec,
+    OffloadGroupSpec,
+    OptimizerRule,
+    ParamSpec,
+    Sort,
+    TransportTraits,
+    UnitSpec,
+)
+
+# Own rows of at least so many bytes stay in their gradients until they are added; see `bucket.held`.
+HELD_BYTES = 1 << 15
+ALONE = 1 << 18  # bytes; shorter segments of a gather over messages travel together
+RING = 3  # wires in flight from stage 2 on: one filling, one travelling, one being summed
+
+
+def rooms_of(sizes: Sequence[int]) -> list[int]:
+    """How large the wires of a ring are that buckets of these sizes share, the largest first. Of so many
+    neighbours as there are wires, each has one: so the first is as large as the largest bucket, the second as
+    large as the second of any such neighbours. One tensor above all others, an embedding, counts once.
+
+    >>> rooms_of([9, 4, 5, 4, 3, 4, 9])
+    [9, 5, 4]
+    """
+    count = min(RING, len(sizes))
+    windows = [sorted(sizes[i : i + count], reverse=True) for i in range(len(sizes) - count + 1)]
+    return [max(room) for room in zip(*windows, strict=True)]
+
+
+def turns_of(sizes: Sequence[int], rooms: Sequence[int]) -> list[int]:
+    """Which of the wires each bucket takes: one that is large enough and that those before and behind it do
+    not use, nor, if it can be, those beside them. What few wires are large enough for chooses first.
+
+    >>> turns_of([4, 4, 4, 4], [4, 4, 4])
+    [0, 1, 2, 0]
+    >>> turns_of([9, 4, 5, 4, 3, 4, 9], [9, 5, 4])
+    [0, 2, 1, 0, 2, 1, 0]
+    """
+    taken: dict[int, int] = {}
+    fits = [[wire for wire, room in enumerate(rooms) if size <= room] for size in sizes]
+
+    def distance(index: int, wire: int) -> int:
+        near = (d for d in range(1, RING) if wire in (taken.get(index - d), taken.get(index + d)))
+        return next(near, RING)
+
+    for index in sorted(range(len(sizes)), key=lambda index: len(fits[index])):
+        taken[index] = max(fits[index], key=partial(distance, index))
+    return [taken[index] for index in range(len(sizes))]
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """The wires of all buckets of one sort: `buckets` are their numbers, and `sizes` what each needs, in
+    elements of `dtype`. They take turns, or each has its `own`. `shown`: where the wire is on the device,
+    gradients are shown where they lie in it."""
+
+    key: str
+    dtype: str
+    codec: Compression | None
+    buckets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    own: bool
+    shown: bool = False
+
+    @cached_property
+    def rooms(self) -> tuple[int, ...]:
+        """How large each wire is."""
+        return self.sizes if self.own else tuple(rooms_of(self.sizes))
+
+    @cached_property
+    def turns(self) -> tuple[int, ...]:
+        """Which wire each bucket takes."""
+        return tuple(range(len(self.sizes)) if self.own else turns_of(self.sizes, self.rooms))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.rooms) * WIDTHS[self.dtype]
+
+
+def gradients_of(setup: ModelLayout) -> BufferBytes:
+    """Wires and reduced-gradient buffers. Where gradients do not travel there is neither: the unsharded
+    parameter's gradient becomes the sharded parameter's, and lasts until `zero_grad`. One step behind, each
+    bucket has its own wire and lands twice."""
+    if not setup.reduces:
+        alone = [b for b in setup.buckets if b.part is None]
+        once = sum(w.numel * WIDTHS[b.landed] for b in alone for w in b.weights if w.used)
+        return BufferBytes(gradients=2 * once if setup.behind else once)
+    total = BufferBytes(buckets=4 * sum(setup.scratch))
+    for ring in setup.rings:
+        members = [setup.buckets[number] for number in ring.buckets]
+        if ring.codec is None:
+            total += _plain(ring, members, setup)
+        elif isinstance(ring.codec, Codec):
+            total += _coded(ring, members, ring.codec, setup)
+        else:
+            total += _rows(ring, members, setup)
+    for bucket in setup.buckets:
+        if isinstance(bucket.codec, MeanCodec):
+            total += _means(bucket, bucket.codec, setup)
+    return total
+
+
+def _plain(ring: RingSpec, members: list[BucketSpec], setup: ModelLayout) -> BufferBytes:
+    """Buckets of one pair of dtypes that travel as they are."""
+    wire, dtype, stage, behind = members[0].wire, members[0].landed, setup.options.stage, setup.behind
+    shards = sum(b.shard(setup.rank) for b in members) * WIDTHS[dtype]
+    whole = sum(ring.sizes) * WIDTHS[dtype]
+    if stage == 0 and behind:
+        return BufferBytes(gradients=2 * whole, buckets=ring.nbytes + shards)
+    if stage == 0:  # where dtypes agree, the wire is the gradient
+        apart = BufferBytes() if ring.shown else BufferBytes(buckets=ring.nbytes + shards)
+        return BufferBytes(gradients=whole) + apart
+    landed = 2 * shards if behind else shards if stage > 1 or dtype != wire else 0
+    if ring.shown:
+        return BufferBytes(gradients=ring.nbytes + landed)
+    return BufferBytes(gradients=landed, buckets=ring.nbytes)
+
+
+def _coded(ring: RingSpec, members: list[BucketSpec], codec: Codec, setup: ModelLayout) -> BufferBytes:
+    """Buckets that travel through a codec: at any stage a ring of short wires (one step behind, one
+    each), and what it has not sent."""
+    landed = WIDTHS[members[0].landed]
+    total = BufferBytes(
+        buckets=ring.nbytes, state=sum(codec.state_bytes(bucket.wire_numel) for bucket in members)
+    )
+    for bucket in members:
+        shards = bucket.shard(setup.rank) * landed
+        if setup.options.stage > 0:
+            total += BufferBytes(gradients=2 * shards if setup.behind else shards)
+            continue
+        _, own = bodies_of(bucket.pack)[setup.rank]
+        total += BufferBytes(
+            gradients=bucket.wire_numel * landed,
+            buckets=shards + back_bytes(codec, own, landed),
+            state=codec.state_bytes(own),
+        )
+    return total
+
+
+def _rows(ring: RingSpec, members: list[BucketSpec], setup: ModelLayout) -> BufferBytes:
+    """Parameters of which only the rows that were touched travel: room for all of them."""
+    landed, total = WIDTHS[members[0].landed], BufferBytes(buckets=ring.nbytes)
+    for bucket in members:
+        shards = bucket.shard(setup.rank) * landed
+        if setup.options.stage > 0:
+            total += BufferBytes(gradients=2 * shards if setup.behind else shards)
+        else:
+            back = rows_bytes(bucket.slots[0], setup.rank, landed)
+            total += BufferBytes(gradients=(bucket.full + 1) * landed, buckets=shards + back)
+    return total
+
+
+def _means(bucket: BucketSpec, codec: MeanCodec, setup: ModelLayout) -> BufferBytes:
+    """Matrices of which means travel: the matrices, the codec's state, what travels and its wires."""
+    world, shapes = bucket.slots[0].world, [slot.shape for slot in bucket.slots]
+    first, *later = map(sum, zip(*(codec.lengths(shape) for shape in shapes), strict=True))
+    cuts = sum(cut_of(numel, world) for numel in (first + len(shapes), *later))
+    shards, landed, stage = bucket.shard(setup.rank), WIDTHS[bucket.landed], setup.options.stage
+    return BufferBytes(
+        gradients=landed * (shards if stage > 0 else bucket.wire_numel),
+        state=sum(codec.state_bytes(slot.shape) for slot in bucket.slots),
+        buckets=4 * bucket.full + 4 * 2 * cuts * (world + 1) + (0 if stage > 0 else shards * landed),
+    )
+
+
+@dataclass(frozen=True)
+class ModelLayout(ABC):
+    """All that the bytes of a run depend on. `traits`: of its transport; `rank`: whose bytes."""
+
+    units: tuple[UnitSpec, ...]
+    options: Options
+    world: int
+    rules: tuple[OptimizerRule, ...] = (OptimizerRule(),)
+    rank: int = 0
+    traits: TransportTraits = ASSUMED_TRAITS
+    placement: Placement | None = None  # decided already; else `places` decides
+    visits: tuple[UnitVisit, ...] = ()  # of a `Course`
+
+    @property
+    @abstractmethod
+    def places(self) -> Placement:
+        """The tier of every unit."""
+
+    def place(self, gather_group: GatherGroupSpec) -> UnitPlacement:
+        return self.places[gather_group.unit or ROOT]
+
+    @cached_property
+    def params(self) -> dict[str, ParamSpec]:
+        """Every parameter by its name."""
+        return {w.name: w for unit in self.units for w in unit.weights}
+
+    @cached_property
+    def slots(self) -> dict[str, ShardSpec]:
+        split = self.options.split
+        weights = [w for unit in self.units for w in unit.weights]
+        whole = {
+            w.name
+            for w in weights
+            if split == "whole" or (w.rule >= 0 and split != "rows" and not self.rules[w.rule].by_rows)
+        }
+        return slots_by_name([(w.name, w.shape) for w in weights], whole, self.world, self.options.rows)
+
+    def rows_rest(self, gather_group: GatherGroupSpec) -> Rest:
+        """Where its compute weights rest: on the disk only beside their state, all of them."""
+        rest = self.place(gather_group).parameters
+        if rest != "disk":
+            return rest
+        beside = all(w.trainable and self._kernel(w, gather_group.master) for w in gather_group.weights)
+        return "disk" if beside else "host"
+
+    def streams(self, gather_group: GatherGroupSpec) -> bool:
+        """Whether its compute weights rest off the device."""
+        return self.place(gather_group).parameters != "device"
+
+    def keeps(self, gather_group: GatherGroupSpec) -> bool:
+        """Whether its unsharded parameters are always whole on the device."""
+        whole = not self.options.shards_params or self.world == 1 or gather_group.unit in self.small
+        return whole and not self.streams(gather_group)
+
+    @cached_property
+    def small(self) -> frozenset[str]:
+        """Units that stay whole at stage 3, where rows travel as they are; see [Note: small units]."""
+        if not self.options.shards_params or self.options.gather:
+            return frozenset()
+        return small_units(
+            {u.name: [w.numel * WIDTHS[self.dtypes(w)[0]] for w in u.weights] for u in self.units}
+        )
+
+    def cached(self, gather_group: GatherGroupSpec) -> int:
+        """Elements of other nodes that this rank keeps for its own."""
+        return (
+            0
+            if self.codes(gather_group)
+            else sum(gather_group.body(rank) for rank in self._namesakes(gather_group))
+        )
+
+    def _namesakes(self, gather_group: GatherGroupSpec) -> list[int]:
+        """Ranks of other nodes whose rows this rank keeps for its own node."""
+        each = self.options.ranks_per_node
+        if not self.options.node_cache or each is None or all(s.split == "copy" for s in gather_group.slots):
+            return []
+        return [rank for rank in range(self.rank % each, self.world, each) if rank != self.rank]
+
+    def codes_held(self, gather_group: GatherGroupSpec) -> int:
+        """Bytes of this rank's code, of those that it keeps for its node, and of what all ranks believe."""
+        if not self.codes(gather_group):
+            return 0
+        codes = sum(
+            self.code_bytes(gather_group, rank) for rank in [self.rank, *self._namesakes(gather_group)]
+        )
+        return codes + (
+            4 * sum(map(gather_group.body, range(self.world))) if self.changes(gather_group) else 0
+        )
+
+    def changes(self, gather_group: GatherGroupSpec) -> bool:
+        """Whether changes of its rows travel, and are added to what all ranks believe."""
+        return self.codes(gather_group) and isinstance(gather_group.codec, Delta)
+
+    def codes(self, gather_group: GatherGroupSpec) -> bool:
+        """Whether its rows travel through a codec."""
+        moves = self.world > 1 and any(slot.split != "copy" for slot in gather_group.slots)
+        return moves and gather_group.codec is not None and gather_group.compute in DTYPE_BYTES
+
+    def code_bytes(self, gather_group: GatherGroupSpec, rank: int) -> int:
+        """Of one rank's rows."""
+        assert gather_group.codec is not None
+        return padded(gather_group.codec.wire_bytes(gather_group.body(rank)))
+
+    @property
+    def streamed(self) -> bool:
+        """Whether any weights rest off the device."""
+        return any(self.streams(gather_group) for gather_group in self.gather_groups)
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of use, and stay from forward to backward beside the last."""
+        return self.options.prefetch if self.traits.overlaps or self.streamed else 0
+
+    @property
+    def resident(self) -> bool:
+        """Whether all unsharded parameters are always whole on the device."""
+        return all(self.keeps(gather_group) for gather_group in self.gather_groups)
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether gradients travel in every step: not on one rank, nor where ranks train apart."""
+        return self.world > 1 and any(
+            not isinstance(choice, Local) for choice in choices_of(self.options.sync)
+        )
+
+    @cached_property
+    def behind(self) -> bool:
+        """Whether gradients may land a step late."""
+        return delays(self.options.sync)
+
+    def recomputes(self, unit: str) -> bool:
+        return unit in self._recomputed
+
+    @cached_property
+    def _recomputed(self) -> frozenset[str]:
+        wanted, names = self.options.recompute, [unit.name for unit in self.units if unit.name]
+        if isinstance(wanted, bool):
+            return frozenset(names if wanted else ())
+        exact = set(wanted)
+        patterns = [pattern for pattern in wanted if any(mark in pattern for mark in "*?[")]
+        return frozenset(n for n in names if n in exact or any(fnmatchcase(n, p) for p in patterns))
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Units with weights that a step does not use: their gradients are never complete."""
+        return frozenset(u.name for u in self.units if any(w.trainable and not w.used for w in u.weights))
+
+    @property
+    def course(self) -> UnitOrder:
+        frozen = frozenset(u.name for u in self.units if not any(w.trainable for w in u.weights))
+        return UnitOrder(self.visits, self.waiting, frozen, self._recomputed)
+
+    @property
+    def lends(self) -> dict[str, Sizes]:
+        """By unit, the buffers that it is gathered into; none where it is always whole."""
+        sizes = {unit.name: Sizes() for unit in self.units}
+        for gather_group in self.gather_groups:
+            if not self.keeps(gather_group):
+                sizes[gather_group.unit][gather_group.full, gather_group.compute] += 1
+        return sizes
+
+    def state_rest(self, gather_group: GatherGroupSpec) -> Rest:
+        return self.place(gather_group).optimizer
+
+    def own_master(self, gather_group: GatherGroupSpec) -> bool:
+        """Whether there is a master on the device beside the compute weights."""
+        decoded = self.codes(gather_group) and self.keeps(gather_group)
+        differs = gather_group.master != gather_group.compute or self.streams(gather_group) or decoded
+        return differs and self.state_rest(gather_group) == "device"
+
+    def splits(self, gather_group: GatherGroupSpec) -> bool:
+        """Whether that master is the weights and a remainder, joined for a chunk at a time: so the optimizers
+        must be element-wise."""
+        offload = self.options.offload
+        return (
+            self.own_master(gather_group)
+            and not self.streams(gather_group)
+            and offload is not None
+            and offload.master == "split"
+            and (gather_group.compute, gather_group.master) == ("bfloat16", "float32")
+            and all(w.rule < 0 or self.rules[w.rule].by_rows for w in gather_group.weights)
+        )
+
+    def master_bytes(self, gather_group: GatherGroupSpec) -> int:
+        """Of the master on the device beside the compute weights, if there is one."""
+        if not self.own_master(gather_group):
+            return 0
+        return (2 if self.splits(gather_group) else WIDTHS[gather_group.master]) * gather_group.body(
+            self.rank
+        )
+
+    def frozen_masters(self, gather_group: GatherGroupSpec) -> list[ParamSpec]:
+        """Weights of which host memory has the fp32 values, since they compute in fewer bits and no update
+        keeps them: frozen or in no optimizer, where state rests off the device."""
+        narrow = gather_group.master == "float32" and WIDTHS[gather_group.compute] < 4
+        if not narrow or self.state_rest(gather_group) == "device":
+            return []
+        weights = gather_group.weights
+        return [w for w in weights if not (w.trainable and w.rule >= 0) and w.dtype != gather_group.compute]
+
+    def frozen_bytes(self, gather_group: GatherGroupSpec) -> int:
+        """Of those values, this rank's rows."""
+        names = [weight.name for weight in self.frozen_masters(gather_group)]
+        return WIDTHS["float32"] * sum(self.slots[name].held(self.rank) for name in names)
+
+    @property
+    def align(self) -> int:
+        """What each place in a bucket and in the state of an offload group is a multiple of, in elements. A
+        parameter that was not used is left out of an update, so it must not share a block of 8-bit
+        moments."""
+        return BLOCK if self.options.offload is not None and self.options.offload.moments == "int8" else ALIGN
+
+    @property
+    def align_gathered(self) -> int:
+        """The same of what is gathered together."""
+        return ALIGN
+
+    def dtypes(self, weight: ParamSpec) -> tuple[str, str]:
+        """Compute and master dtype."""
+        known = self._dtypes.get(weight.name)
+        if known is None:
+            known = self._dtypes[weight.name] = self._found_dtypes(weight)
+        return known
+
+    @cached_property
+    def _dtypes(self) -> dict[str, tuple[str, str]]:
+        return {}
+
+    def _found_dtypes(self, weight: ParamSpec) -> tuple[str, str]:
+        precision = self.options.precision
+        if precision is None or not weight.dtype.startswith(("float", "bfloat")):
+            return weight.dtype, weight.dtype
+        keeps = any(fnmatchcase(weight.name, pattern) for pattern in precision.keep)
+        return (precision.master if keeps else precision.compute), precision.master
+
+    def grad_dtypes(self, weight: ParamSpec) -> tuple[str, str]:
+        """What travels, and what `p.grad` is."""
+        precision, compute = self.options.precision, self.dtypes(weight)[0]
+        if precision is None or compute == precision.master:
+            return compute, compute
+        return precision.wire, precision.landed
+
+    @cached_property
+    def gather_groups(self) -> list[GatherGroupSpec]:
+        result = []
+        for unit in self.units:
+            groups: dict[tuple[tuple[str, str], Codec | None], list[ParamSpec]] = {}
+            for weight in unit.weights:
+                codec = gather_codec(self.options.gather, weight.name)
+                groups.setdefault((self.dtypes(weight), codec), []).append(weight)
+            for number, ((dtypes, codec), ws) in enumerate(groups.items()):
+                slots = tuple(self.slots[w.name] for w in ws)
+                pack = PackLayout(slots, self.world, align=self.align_gathered)
+                result.append(GatherGroupSpec(unit.name, number, *dtypes, tuple(ws), slots, pack, codec))
+        return result
+
+    @cached_property
+    def parts(self) -> list[OffloadGroupSpec]:
+        """What rests off the device, in the order in which it is made."""
+        offload, result = self.options.offload, []
+        if offload is None:
+            return []
+        for gather_group in self.gather_groups:
+            if self.state_rest(gather_group) == "device":
+                continue
+            groups: dict[tuple[int, Compression | None], list[ParamSpec]] = {}
+            for weight in gather_group.weights:
+                if weight.trainable and weight.rule >= 0:
+                    groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
+            for (number, codec), members in groups.items():
+                by_name = {w.name: w for w in members}
+                sizes = [(w.name, w.numel * WIDTHS[gather_group.compute]) for w in members]
+                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes), self._owner_runs):
+                    spans, numel = self._spans(names)
+                    kernel = self._kernel(members[0], gather_group.master)
+                    native = kernel and self.overlapped
+                    splits = native and offload.master == "split" and gather_group.compute == "bfloat16"
+                    result.append(
+                        OffloadGroupSpec(
+                            weights=tuple(by_name[n] for n in names),
+                            numel=numel,
+                            spans=spans,
+                            gathered_by=gather_group.key,
+                            native=native,
+                            splits=splits,
+                            compute=gather_group.compute,
+                            master=gather_group.master,
+                            rule=self.rules[number],
+                            unit=gather_group.unit,
+                            rest=self.state_rest(gather_group),
+                            kernel=native or (kernel and self.state_rest(gather_group) == "disk"),
+                            paged=self.rows_rest(gather_group) == "disk",
+                        )
+                    )
+        return result
+
+    def _spans(self, names: Sequence[str]) -> tuple[tuple[tuple[int, int], ...], int]:
+        """Where this rank's rows of each begin in what holds all of them, and how many elements that has."""
+        spans, at = [], 0
+        for name in names:
+            held = self.slots[name].held(self.rank)
+            spans.append((at, held))
+            at += aligned(held, self.align)
+        return tuple(spans), at
+
+    @cached_property
+    def _owner_runs(self) -> dict[str, int]:
+        """See `layout.owner_runs`: of the weights of one unit."""
+        owners = [(w, unit.name) for unit in self.units for w in unit.weights if w.trainable]
+        return owner_runs((w.name, name) for w, name in sorted(owners, key=lambda one: one[0].number))
+
+    def _kernel(self, weight: ParamSpec, master: str) -> bool:
+        """Whether the native kernels know its update."""
+        return weight.rule >= 0 and self.rules[weight.rule].kernel and master == "float32"
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether the native kernels update what rests on the host, beside the computation."""
+        precision = self.options.precision
+        scaled = precision is not None and precision.compute == "float16"
+        return self.options.defers or (self.options.clip_norm is not None and not scaled)
+
+    @staticmethod
+    def arrival(weight: ParamSpec) -> int:
+        """When its gradient comes in backward: what orders the buckets."""
+        return -weight.number
+
+    @cached_property
+    def buckets(self) -> list[BucketSpec]:
+        """Gradients that are reduced together, in the order in which they go out."""
+        parts = [(part.weights, part) for part in self.parts]
+        taken = {w.name for weights, _ in parts for w in weights}
+        trainable = sorted(self.trainable.values(), key=self.arrival)
+        groups: dict[Sort, list[tuple[tuple[ParamSpec, ...], OffloadGroupSpec | None]]] = {}
+        for weights, part in parts:
+            groups.setdefault(self.sort(weights[0]), []).append((weights, part))
+        by_name = {w.name: w for w in trainable}
+        sorts = {w.name: self.sort(w) for w in trainable}
+        owner_run = owner_runs((w.name, w.name in taken) for w in trainable)
+        for sort in dict.fromkeys(sorts.values()):
+            sizes = [
+                (w.name, w.numel * WIDTHS[sort[0]])
+                for w in trainable
+                if sorts[w.name] == sort and w.name not in taken
+            ]
+            groups.setdefault(sort, []).extend(
+                (tuple(by_name[n] for n in names), None)
+                for names in buckets(sizes, bucket_limit(sort[2], self.options.bucket_bytes), owner_run)
+            )
+        result: list[BucketSpec] = []
+        flat = self.options.stage == 0
+        for (wire, landed, codec), members in groups.items():
+            members.sort(key=lambda member: min(map(self.arrival, member[0])))
+            result += [
+                BucketSpec(
+                    weights=ws,
+                    slots=tuple(self.slots[w.name].reduced for w in ws),
+                    wire=wire,
+                    landed=landed,
+                    align=self.align,
+                    part=part,
+                    flat=flat and not isinstance(codec, Rows),
+                    codec=codec,
+                )
+                for ws, part in members
+            ]
+        return result
+
+    @cached_property
+    def rings(self) -> list[RingSpec]:
+        """The wires of all buckets but those of which means travel, which have wires of their own."""
+        numbers: dict[Sort, list[int]] = {}
+        for number, bucket in enumerate(self.buckets):
+            if not isinstance(bucket.codec, MeanCodec):
+                numbers.setdefault(bucket.sort, []).append(number)
+        return [self._ring(sort, members) for sort, members in numbers.items()]
+
+    def _ring(self, sort: Sort, numbers: list[int]) -> RingSpec:
+        (wire, landed, codec), members = sort, [self.buckets[number] for number in numbers]
+        width, key = WIDTHS[wire], f"gradients torch.{wire}"
+        if codec is None:  # up to stage 1 the whole gradient stays on its wire
+            sizes = [bucket.wire_numel for bucket in members]
+            own, stage = self.behind or not self.options.shards_grads, self.options.stage
+            shown = stage == 1 or (stage == 0 and wire == landed and not self.behind)
+            return RingSpec(key, wire, codec, tuple(numbers), tuple(sizes), own, shown)
+        if isinstance(codec, Codec):
+            sizes = [wire_bytes(codec, bucket.pack, width) for bucket in members]
+        else:
+            slots = [bucket.slots[0] for bucket in members]
+            sizes = [sum(rows_bytes(slot, rank, width) for rank in range(self.world)) for slot in slots]
+        return RingSpec(f"{key} {codec!r}", "uint8", codec, tuple(numbers), tuple(sizes), self.behind)
+
+    @cached_property
+    def scratch(self) -> tuple[int, int]:
+        """Elements in fp32 that buckets with codecs share: of the longest wire that is coded, and of the
+        longest shard whose sum lands in fewer bits."""
+        users = [bucket for bucket in self.buckets if isinstance(bucket.codec, (Codec, Rows))]
+        narrow = [bucket.shard(self.rank) for bucket in users if WIDTHS[bucket.landed] < 4]
+        coded = [bucket.wire_numel for bucket in users if isinstance(bucket.codec, Codec)]
+        return max(coded, default=0), max(narrow, default=0)
+
+    @cached_property
+    def arriving(self) -> dict[str, tuple[int, int]]:
+        """By the name of a weight, the number of the bucket that its gradient travels in, and its bytes on
+        the unsharded parameter."""
+        numbered = [(number, w) for number, bucket in enumerate(self.buckets) for w in bucket.weights]
+        return {w.name: (number, w.numel * WIDTHS[self.dtypes(w)[0]]) for number, w in numbered}
+
+    def sum_dtype(self, weight: ParamSpec) -> str:
+        """What an unsharded parameter adds several gradients up in; see [Note: sums of micro-batches] in
+        `params/sharded_param.py`."""
+        return max(self.dtypes(weight)[0], self.grad_dtypes(weight)[0], key=WIDTHS.__getitem__)
+
+    @cached_property
+    def holding(self) -> list[bool]:
+        """Of each bucket, whether its gradients may stay on some rank until the next one has left; see
+        `bucket.held`."""
+        return [self._holds(bucket, {self.dtypes(w)[0] for w in bucket.weights}) for bucket in self.buckets]
+
+    @cached_property
+    def holding_sums(self) -> list[bool]:
+        """The same where the leaves have several gradients added up."""
+        return [self._holds(bucket, {self.sum_dtype(w) for w in bucket.weights}) for bucket in self.buckets]
+
+    def _holds(self, bucket: BucketSpec, dtypes: set[str]) -> bool:
+        if self.traits.staged or self.behind or bucket.codec is not None:
+            return False
+        return dtypes == {bucket.wire} and max(bucket.pack.most) * WIDTHS[bucket.wire] >= HELD_BYTES
+
+    @cached_property
+    def trainable(self) -> dict[str, ParamSpec]:
+        return {w.name: w for unit in self.units for w in unit.weights if w.trainable}
+
+    def codec(self, weight: ParamSpec) -> Compression | None:
+        """What its gradient travels through."""
+        return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
+
+    def freezes(self, weight: ParamSpec) -> bool:
+        """Whether its second moments are kept beside the optimizer's."""
+        codec = self.codec(weight)
+        return codec is not None and codec.freezes
+
+    def sort(self, weight: ParamSpec) -> Sort:
+        """Weights of one sort may share a bucket."""
+        return (*self.grad_dtypes(weight), self.codec(weight))

@@ -1,0 +1,1 @@
+"""The optimizer's step on this rank's rows, and what is known of optimizers before it."""

@@ -1,0 +1,283 @@
+"""States a planning problem: what a plan is asked for, and the ways to run that it leaves open. No torch.
+
+A *way* is a complete `Options`. Which units rest where, of a placing that fills one tier after another,
+follows from how much of the device it may take: nothing here, and as much as fits in `candidates`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from zeroshard.errors import OptionError
+from zeroshard.layout.memory import MemoryModel, heaviest, imbalance
+from zeroshard.layout.prefetch import UnitVisit
+from zeroshard.layout.specs import ASSUMED_TRAITS, WIDTHS, OptimizerRule, TransportTraits, UnitSpec
+from zeroshard.layout.timeline import StepSegment
+from zeroshard.machine import Machine
+from zeroshard.options import Offload, Options, Precision, Stage, Tier
+
+from .plan import PLACINGS, Candidate, Placing
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+LEVEL = 0.01  # a larger imbalance than this is dealt with
+
+Trace = Callable[[Options], tuple[StepSegment, ...]]
+
+
+@dataclass(frozen=True)
+class HalfBatch:
+    """A step with half of the batch: its trace, and the bytes of inputs and of the model's buffers."""
+
+    trace: Trace
+    inputs: int
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """What a plan is asked for.
+
+    - `options`: those that the user gave, and defaults. `stages`, `placings`, `precisions`, `recomputes`:
+      what may be chosen; `free`: names of other options that may be chosen.
+    - `trace`: the segments of a step under given options; without it activations are unknown.
+    - `micro_batches`: backward passes of a step, of which the last alone is synchronised.
+    - `disk_path`: a folder on a disk that state may rest on; without it none does.
+    - `shared`: device and host tier are one memory, of which a rank may use `limit`.
+    """
+
+    model: str
+    units: tuple[UnitSpec, ...]
+    rules: tuple[OptimizerRule, ...]
+    options: Options
+    world: int
+    limit: int
+    machine: Machine
+    host_limit: int | None = None  # of a node
+    disk_limit: int | None = None  # of a node
+    disk_path: str | None = None
+    inputs: int = 0
+    micro_batches: int = 1
+    trace: Trace | None = None
+    stages: tuple[Stage, ...] = (0, 1, 2, 3)
+    placings: tuple[Placing, ...] = PLACINGS
+    precisions: tuple[Precision | None, ...] | None = None
+    recomputes: tuple[bool, ...] = (False, True)
+    free: frozenset[str] = frozenset(("prefetch", "bucket_bytes", "split"))
+    traits: TransportTraits = ASSUMED_TRAITS
+    shared: bool = False
+    by_node: bool = False  # whether the limit was given as that of a node
+    half: HalfBatch | None = None  # of the batch, where it can be halved
+    narrows: bool = True  # whether all of the model could compute in bf16
+    recomputable: bool = True  # whether no unit writes what it is given
+    codes_moments: bool = False  # whether 8-bit moments count as exact
+    bounded: bool = False  # whether values decide sizes in the traced step, which has them at their largest
+    visits: tuple[UnitVisit, ...] = ()  # of units in a step, where it does not go from one to the next
+    setups: dict[tuple[Options, int], MemoryModel] = field(default_factory=dict, compare=False, repr=False)
+    # Of this very question: another limit, say, has its own.
+    prices: dict[Options, Candidate] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.world, self.machine.node)
+
+    def on(self, ranks: int) -> PlanningProblem:
+        """The same on so many ranks. Those of a node share what it has."""
+        made = replace(self, world=ranks)
+        if not self.by_node:
+            return made
+        return replace(made, limit=self.limit * self.ranks_per_node // made.ranks_per_node)
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the limit that a plan leaves free where that costs nothing: an allocator's margin is as
+        exact as a measurement."""
+        return self.limit // 100 if self.machine.margin else 0
+
+    @property
+    def host_share(self) -> float:
+        """Host memory of one rank."""
+        return math.inf if self.host_limit is None else self.host_limit / self.ranks_per_node
+
+    @property
+    def disk_share(self) -> float:
+        """Disk of one rank."""
+        return math.inf if self.disk_limit is None else self.disk_limit / self.ranks_per_node
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The units that can be recomputed."""
+        return tuple(unit.name for unit in self.units if unit.name)
+
+    @cached_property
+    def unused(self) -> tuple[str, ...]:
+        """Trainable weights that get no gradient."""
+        weights = (w for unit in self.units for w in unit.weights)
+        return tuple(w.name for w in weights if w.trainable and not w.used)
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest tensor, below which no bucket can go."""
+        return max((w.numel * WIDTHS[w.dtype] for unit in self.units for w in unit.weights), default=1)
+
+    def setup(self, options: Options) -> MemoryModel:
+        """What a way is made of. Ways that differ in recomputation only share nearly all of it."""
+        base = replace(options, recompute=False)
+        known = self.setups.get((base, self.world))
+        offload = base.offload
+        if known is None and offload is not None and offload.automatic and offload.device_bytes:
+            none = replace(base, offload=replace(offload, device_bytes=0))
+            known = self.setups[base, self.world] = self.setup(none).within(offload.device_bytes)
+        if known is None:
+            # Tensors are divided and bundled alike whatever is on the host, and in buckets of any size.
+            alike = Options(stage=3 if base.stage else 0, split=base.split, precision=base.precision)
+            kin = self.setups.get((alike, self.world))
+            if kin is None:
+                made = MemoryModel(
+                    self.units,
+                    alike,
+                    self.world,
+                    self.rules,
+                    traits=self.traits,
+                    visits=self.visits,
+                )
+                kin = self.setups[alike, self.world] = heaviest(made)
+            known = self.setups[base, self.world] = kin.bundled_as(base)
+        return known.recomputing(options.recompute) if options.recompute else known
+
+    def segments(self, options: Options) -> tuple[StepSegment, ...]:
+        return self.trace(options) if self.trace is not None else ()
+
+    def way(
+        self,
+        stage: Stage,
+        placing: Placing = "device",
+        recompute: bool | tuple[str, ...] = False,
+        lean: bool = False,
+        changes: Mapping[str, Any] = NOTHING,
+    ) -> Options:
+        """The options of one way to run. An offload or patterns of units that the user named are used as
+        they are. `changes`: of the fields of another `Offload` (`as_exact`)."""
+        own = self.options.offload is not None and placing == placing_of(self.options.offload)
+        offload = self.options.offload if own else self.offload(placing, stage)
+        if changes:
+            offload = (
+                Offload(optimizer="device", **changes) if offload is None else replace(offload, **changes)
+            )
+        patterns = self.options.recompute
+        made = replace(
+            self.options,
+            stage=stage,
+            split="level" if self._uneven and stage else self.options.split,
+            offload=offload,
+            recompute=patterns if recompute is True and isinstance(patterns, tuple) else recompute,
+        )
+        return self.leaner(made, own) if lean else made
+
+    @cached_property
+    def _uneven(self) -> bool:
+        """Whether chunks of rows would leave the fullest rank with over 1 % more than the mean, and may be
+        dealt otherwise."""
+        if "split" not in self.free or self.options.split != "auto" or self.world == 1:
+            return False
+        plain = Options(stage=3, units=self.options.units)
+        return imbalance(MemoryModel(self.units, plain, self.world, self.rules)) > LEVEL
+
+    def offload(self, placing: Placing, stage: Stage) -> Offload | None:
+        """What a placing is. Those that fill the device first begin with none of it (`filled`)."""
+        if placing == "device":
+            return None
+        if placing == "state on disk":
+            return Offload(optimizer="disk", path=self.disk_path)
+        if placing == "state on host":
+            return Offload()
+        if placing == "all on host":
+            return Offload(parameters="host")
+        streams: Tier = "auto" if stage == 3 or self.world == 1 else "device"
+        if placing == "some on disk":
+            share = int(self.host_share) if self.host_limit is not None else None
+            return Offload(
+                optimizer="auto", parameters=streams, path=self.disk_path, device_bytes=0, host_bytes=share
+            )
+        return Offload(optimizer="auto", parameters=streams, device_bytes=0)
+
+    def as_exact(self, placing: Placing) -> Iterator[dict[str, Any]]:
+        """Fields of `Offload` that take less memory and change no number: a split master, in the kernels of a
+        host that is told to clip or not to, and on the device in any element-wise optimizer; and gradients
+        that wait for the loop's clipping and step on the host."""
+        options, precision = self.options, self.options.precision
+        if options.offload is not None and placing == placing_of(options.offload):
+            return
+        narrow = precision is not None and (precision.compute, precision.master) == ("bfloat16", "float32")
+        on_device = placing == "device"
+        knows = any(rule.by_rows if on_device else rule.kernel for rule in self.rules)
+        if narrow and knows and (on_device or options.clip_norm is not None):
+            yield {"master": "split"}
+        if self.codes_moments and not on_device:
+            yield {"moments": "int8"} | ({"master": "split"} if narrow else {})
+        if not on_device and replace(options, offload=Offload()).defers:
+            yield {"undo": False}
+
+    def leaner(self, options: Options, own_offload: bool = False) -> Options:
+        """The same with buckets no larger than the largest tensor, and nothing gathered ahead."""
+        small = max(min(options.bucket_bytes, self.largest), 1024)
+        made = options
+        if "bucket_bytes" in self.free:
+            made = replace(made, bucket_bytes=small)
+        if "prefetch" in self.free:
+            made = replace(made, prefetch=0)
+        offload = made.offload
+        if offload is not None and not own_offload:
+            made = replace(
+                made, offload=replace(offload, stages=2, stage_bytes=min(offload.stage_bytes, small))
+            )
+        return made
+
+    def families(self) -> Iterator[tuple[Stage, Placing]]:
+        """Every stage and placing that mean something together. On one rank all stages are the same."""
+        stages: tuple[Stage, ...] = self.stages if self.world > 1 else self.stages[:1]
+        for stage in stages:
+            for placing in self.placings:
+                if placing == "all on host" and stage < 3 and self.world > 1:
+                    continue  # resident parameters cannot be streamed
+                if self._has_disk_for(placing) and self._goes_with_sync(stage, placing):
+                    yield stage, placing
+
+    def _goes_with_sync(self, stage: Stage, placing: Placing) -> bool:
+        """Not every policy works at every stage, or with offload."""
+        try:
+            self.way(stage, placing)
+        except OptionError:
+            return False
+        return True
+
+    def _has_disk_for(self, placing: Placing) -> bool:
+        """What rests on a disk is updated by the native kernels alone."""
+        given = self.options.offload is not None and placing == placing_of(self.options.offload)
+        if given or "disk" not in placing:
+            return True
+        if self.disk_path is None or (placing == "some on disk" and self.host_limit is None):
+            return False
+        return all(rule.kernel for rule in self.rules)
+
+    def by_precision(self) -> Iterator[PlanningProblem]:
+        """One question for each precision that is allowed."""
+        for precision in self.precisions or (self.options.precision,):
+            yield replace(self, options=replace(self.options, precision=precision))
+
+
+def placing_of(offload: Offload | None) -> Placing:
+    """Which of the planner's placings an offload is."""
+    if offload is None or offload.optimizer == offload.parameters == "device":
+        return "device"
+    if offload.automatic:
+        return "some on disk" if offload.path is not None else "some on host"
+    if offload.optimizer == "disk":
+        return "state on disk"
+    return "all on host" if offload.parameters == "host" else "state on host"
