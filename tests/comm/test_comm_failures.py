@@ -11,9 +11,10 @@ import pytest
 import torch
 from comm_ranks import threads
 
-from zeroshard.comm import GlooTransport, Transport, connect, control, link
+from zeroshard.comm import GlooTransport, ShmTransport, Transport, connect, control, link
 from zeroshard.comm.diagnosis import exits
 from zeroshard.comm.diagnosis import waits as watch
+from zeroshard.comm.stuck import marked, read
 from zeroshard.errors import OptionError, RankError
 
 pytestmark = pytest.mark.threads
@@ -70,6 +71,25 @@ def test_what_torch_is_asked_for_is_no_other_agreement(kind: str) -> None:
 
     text = one_text(threads(kind, 2, body, fails=True))
     assert "rank 0 waits for barrier 'a save'; rank 1 waits for all ranks to compute with tensors" in text
+
+
+def test_who_did_not_come_hears_so_from_the_first_that_tells() -> None:
+    """Rank 2 waited in vain, rank 0 heard of it from rank 2, and rank 1 looks at rank 0's note first."""
+    told = marked("rank 2 waited in vain, and rank 1 did not come", [1])
+    heard = threading.Event()
+
+    def body(transport: Transport) -> str | None:
+        assert isinstance(transport, ShmTransport)
+        if transport.rank == 2:
+            transport.control.leave(told)
+        if transport.rank == 0:
+            with pytest.raises(RankError, match=r"rank 1 did not come$"):
+                transport.barrier("a")
+            heard.set()
+        heard.wait(60)
+        return transport.control.blamed()
+
+    assert threads("shm", 3, body)[1] == read(told)[0]
 
 
 @pytest.mark.parametrize("kind", ["shm", "gloo"])

@@ -20,7 +20,7 @@ from zeroshard.comm import rendezvous, stuck
 from zeroshard.comm.diagnosis import waits
 from zeroshard.comm.diagnosis.waits import Aside
 from zeroshard.comm.rendezvous import Rendezvous
-from zeroshard.comm.stuck import Person, Usual, in_vain, marked, read, wake
+from zeroshard.comm.stuck import Person, Usual, in_vain, marked, read, wake, why_blamed
 from zeroshard.errors import OptionError
 from zeroshard.launch.job import LaunchJob, rank_environment
 from zeroshard.launch.join import patience
@@ -105,6 +105,14 @@ def test_a_note_says_who_did_not_come() -> None:
     assert text.startswith("rank 0 waited 9 s for its gather [x], and rank 1 (pid 1 on ")
     assert " and 3 more did not come in that time" in text
     assert "and some rank, which is not known, did not come" in in_vain("rank 0", 9.2, "it", [])
+
+
+def test_a_rank_is_blamed_by_any_of_the_notes() -> None:
+    """Rank 0 may have heard of the end from rank 2, and have told rank 1 first."""
+    notes = ["rank 0 heard of it", marked("rank 2 waited in vain", [1])]
+    assert why_blamed(1, notes) == "rank 2 waited in vain"
+    assert why_blamed(3, notes) is None
+    assert why_blamed(1, []) is None
 
 
 def test_a_stopped_process_is_seen_and_let_go_on() -> None:

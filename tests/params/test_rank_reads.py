@@ -102,7 +102,7 @@ APART: dict[str, tuple[Callable[[Trained], object], Callable[[Trained], object],
         Trained.clip,
         lambda t: t.run.gathered().__enter__(),
         CLIPPED,
-        r"region 'collect'",
+        r"new buffers, 'collect' first",
     ),
 }
 

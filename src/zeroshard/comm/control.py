@@ -29,7 +29,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +40,7 @@ from zeroshard.errors import OptionError, RankError
 from .diagnosis.stacks import Started, differ
 from .diagnosis.waits import alike, disagreement
 from .rendezvous import Rendezvous
-from .stuck import OTHERS, Person, Usual, in_vain, read, say, wake
+from .stuck import OTHERS, Person, Usual, in_vain, read, say, wake, why_blamed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -241,7 +241,9 @@ class Control:
         self._mine[WAIT_WORD] = 0
 
     def _trouble(self, word: int, target: int, what: str, waited: float) -> str | None:
-        told = self.note()
+        told = next(
+            self._told(), None
+        )  # as it was told: who did not come may hear of it from this rank first
         if told is not None:
             return told
         late = self._behind(word, target)
@@ -290,23 +292,22 @@ class Control:
 
     def blamed(self) -> str | None:
         """Why others ended, if it is because this rank did not come and it does not know: it is elsewhere."""
-        text, late = read(self._told() or "")
-        waits = self._mine[WAIT_WORD] or self._mine[AWAY]
-        return text if self._names[self.rank] in late and not waits else None
+        if self._mine[WAIT_WORD] or self._mine[AWAY]:
+            return None
+        return why_blamed(self._names[self.rank], self._told())
 
     def _name(self, rank: int) -> str:
         return f"rank {self._names[rank]}"
 
     def note(self) -> str | None:
         """Why a peer failed, if one has said so."""
-        told = self._told()
-        return None if told is None else read(told)[0]
+        return next((read(told)[0] for told in self._told()), None)
 
-    def _told(self) -> str | None:
+    def _told(self) -> Iterator[str]:
+        """The notes of the peers that failed."""
         for other, words in enumerate(self._words):
             if other != self.rank and words[STATE] == FAILED:
-                return self._read_text(other, _NOTE_AT)
-        return None
+                yield self._read_text(other, _NOTE_AT)
 
     def cause(self) -> str | None:
         """Why a peer failed, or that one has died."""

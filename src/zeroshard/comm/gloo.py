@@ -83,7 +83,7 @@ class GlooTransport(SummingTransport):
         self._bounce: torch.Tensor | None = None
         exits.listen(self)
 
-    # Regions
+    # Buffers
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
         return self.adopt(key, torch.zeros(numel, dtype=dtype))
@@ -94,10 +94,12 @@ class GlooTransport(SummingTransport):
         dtype = memory.dtype
         lane = self._lanes_free.pop() if self._lanes_free else self._lanes_used + 1
         self._lanes_used = max(self._lanes_used, lane)
-        told = [json.loads(text) for text in self._exchange(f"region '{key}'", [str(dtype), lane])]
+        told = [
+            json.loads(text) for text in self._exchange(f"new buffers, '{key}' first", [str(dtype), lane])
+        ]
         if any(item != told[0] for item in told):
             raise RankError(
-                f"ranks allocate different regions as '{key}': {told} (dtype and lane in rank order). "
+                f"ranks allocate different buffers as '{key}': {told} (dtype and lane in rank order). "
                 "Every rank must build the same model; check code that depends on the rank."
             )
         names = [f"deal {lane}", f"gather {lane}", *(f"reduce {lane} {turn}" for turn in range(TURNS))]

@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -38,7 +38,7 @@ from .diagnosis import exits
 from .diagnosis.stacks import StackProbe, Started, named, started
 from .diagnosis.waits import LONG, Aside, StoreWatch, look_after, part_from
 from .rendezvous import Rendezvous
-from .stuck import OTHERS, Person, Usual, in_vain, read, say, show_and_end, wake
+from .stuck import OTHERS, Person, Usual, in_vain, read, say, show_and_end, wake, why_blamed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -208,15 +208,14 @@ class PeerLink:
 
     def note(self) -> str | None:
         """Why a peer failed, if one has said so."""
-        told = self._told()
-        return None if told is None else read(told)[0]
+        return next((read(told)[0] for told in self._told()), None)
 
-    def _told(self) -> str | None:
+    def _told(self) -> Iterator[str]:
+        """The notes of the peers that failed."""
         for note in self._notes.values():
             length = int(note[0]) + 256 * int(note[1])
             if length:
-                return bytes(note[2 : 2 + length].tolist()).decode(errors="replace")
-        return None
+                yield bytes(note[2 : 2 + length].tolist()).decode(errors="replace")
 
     def waits_for(self) -> str | None:
         """What this rank waits for here."""
@@ -236,7 +235,7 @@ class PeerLink:
             return
         job, since = waiting
         waited = time.monotonic() - since
-        trouble = self.note()
+        trouble = next(self._told(), None)
         if trouble is None and waited > LONG:
             trouble = self._watched(self._placed(job))
         if trouble is None:
@@ -283,9 +282,10 @@ class PeerLink:
         return MessageSet(job.label + self._place[1], job.lane, job.turn)
 
     def _look_elsewhere(self) -> None:
-        note, listed = read(self._told() or "")
-        if self._names[self.rank] in listed:  # also where the device has stood still as long as this rank
-            show_and_end(self._names[self.rank], note, self._stacks.thread)
+        me = self._names[self.rank]
+        blamed = why_blamed(me, self._told())
+        if blamed is not None:  # also where the device has stood still as long as this rank
+            show_and_end(me, blamed, self._stacks.thread)
         overdue = self._overdue()
         if overdue is None:
             away = self.away()
@@ -331,7 +331,7 @@ class PeerLink:
 
     def _lost(self, label: str) -> str | None:
         """Why a peer failed, or that a connection has gone: for waits that gloo knows nothing of."""
-        told = self.note()
+        told = next(self._told(), None)
         now = time.monotonic()
         if told is not None or now - self._probed < LONG:
             return told

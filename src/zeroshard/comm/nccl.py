@@ -64,7 +64,7 @@ class NcclTransport(Transport):
         self._side.guard(self._open.overdue, partial(exits.give_up, self.rank))
         exits.listen(self)
 
-    # Regions
+    # Buffers
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
         return TransportBuffer(key, torch.zeros(numel, dtype=dtype, device=self.device))

@@ -108,7 +108,7 @@ class NodesTransport(Transport):
         assert inner is not None
         return inner
 
-    # Regions
+    # Buffers
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
         inner = self._inner.allocate(key, numel, dtype)

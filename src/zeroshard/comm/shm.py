@@ -98,7 +98,7 @@ class ShmTransport(SummingTransport):
         exits.listen(self)
         look_after(self, self._closed, 1.0)
 
-    # Regions
+    # Buffers
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> TransportBuffer:
         lane, nbytes = self._take_lane(), numel * dtype.itemsize
@@ -128,11 +128,13 @@ class ShmTransport(SummingTransport):
         """See the peers' buffers of the same names. A rank keeps its descriptors until all have."""
         if not self._news:
             return
-        what = ", ".join(dict.fromkeys((self._news[0].buffer.key, self._news[-1].buffer.key)))
+        keys = [new.buffer.key for new in self._news]
+        what = ", ".join(dict.fromkeys((keys[0], keys[-1])))
         try:
             mine = [new.told for new in self._news]
             told = [
-                cast("list[list[object]]", json.loads(text)) for text in self._exchange("new buffers", mine)
+                cast("list[list[object]]", json.loads(text))
+                for text in self._exchange(f"new buffers, '{keys[0]}' first", mine)
             ]
             for number in range(max(map(len, told))):
                 self._compare_transport_buffers(

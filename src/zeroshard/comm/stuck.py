@@ -122,6 +122,12 @@ def read(note: str) -> tuple[str, list[int]]:
     return (text, [int(rank) for rank in listed.split(",")]) if mark else (note, [])
 
 
+def why_blamed(rank: int, notes: Iterable[str]) -> str | None:
+    """The text of a note that names this rank among those that did not come. Not every note does: a rank
+    that only heard of the end may say so first."""
+    return next((text for text, late in map(read, notes) if rank in late), None)
+
+
 def show_and_end(rank: int, text: str, thread: int) -> None:
     """This rank is the one that did not come: see [Note: the end]."""
     stack = shown(stack_of(thread))
