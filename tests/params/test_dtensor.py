@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zeroshard as zs
-from zeroshard.params import dtensor
 from zeroshard.testing import ranks, run_threads
 
 WORLD = 2
@@ -136,23 +135,6 @@ def refused_and_pickled() -> list[str]:
 def test_a_norm_that_is_not_finite_is_refused_on_all_ranks_and_files_have_torch_classes() -> None:
     first, *others = run_threads(WORLD, refused_and_pickled)
     assert others == [first] * (WORLD - 1)
-
-
-def _as_in_torch_2_11() -> tuple[str, float]:
-    model = _model()
-    run = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
-    model(torch.ones(2, 5)).sum().backward()
-    kind, norm = type(model[0].weight).__name__, nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    run.close()
-    return kind, float(norm)
-
-
-def test_where_torch_asks_no_subclass_its_own_dtensors_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    (known, norm), _ = run_threads(WORLD, _as_in_torch_2_11)
-    monkeypatch.setattr(dtensor, "_works", [False])
-    (plain, same), _ = run_threads(WORLD, _as_in_torch_2_11)
-    assert (known, plain) == ("ShardedDTensor", "DTensor")
-    assert same == pytest.approx(norm)
 
 
 def copied(stage: int) -> list[str]:

@@ -4,7 +4,6 @@ the whole tensor, however its rows are divided: the same on all ranks, and what 
 from __future__ import annotations
 
 import copy
-import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._library.simple_registry import singleton
 from torch.distributed.tensor import DTensor
 
 import zeroshard as zs
-from zeroshard.params import dtensor, rank_reads
+from zeroshard.params import dispatch_rules, dtensor
 from zeroshard.testing import ranks
 
 pytestmark = pytest.mark.ranks
@@ -281,26 +281,60 @@ def test_what_stands_for_state_of_others_is_not_handed_on() -> None:
     ranks(2).run(handed_on)
 
 
-def heard_with_a_torch_that_asks_nobody(split: str) -> list[str]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroshard").addHandler(handler)
-    known, dtensor._works[:] = list(dtensor._works), [False]
-    rank_reads.tell_of_placements.cache_clear()
+def read_by_rules(split: str) -> tuple[int, list[bool]]:
+    """How often a rule was asked, and whether what was read is right."""
+    asked, kind, known = [], dtensor.ShardedDTensor, dispatch_rules._by_class
+
+    def counted(kind: Any, func: Any, *rest: Any) -> Any:
+        asked.append(func)
+        return known(kind, func, *rest)
+
+    before = dispatch_rules._rules.pop(kind, None)
+    _without_rules()
+    dispatch_rules._by_class, dispatch_rules._rules[kind] = counted, set()
     try:
         model = Shaped()
+        plain = [param.detach().clone() for param in model.parameters()]
         zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3, split=split)  # type: ignore[arg-type]
+        pairs = list(zip(model.parameters(), plain, strict=True))
+        right = [torch.allclose(p.detach().mean(), value.mean()) for p, value in pairs]
+        right += [torch.equal(p.full_tensor(), value) for p, value in pairs]  # type: ignore[operator]
+        norms = [norm.full_tensor() for norm in torch._foreach_norm([p.detach() for p, _ in pairs])]  # type: ignore[attr-defined]
+        right += [torch.allclose(norm, value.norm()) for norm, (_, value) in zip(norms, pairs, strict=True)]
     finally:
-        dtensor._works[:] = known
-        logging.getLogger("zeroshard").removeHandler(handler)
-    return [text for text in heard if "takes rows for chunks of its own" in text]
+        _without_rules()
+        dispatch_rules._by_class = known
+        del dispatch_rules._rules[kind]
+        if before is not None:
+            dispatch_rules._rules[kind] = set()
+            dispatch_rules.renew()
+    return len(asked), right
 
 
-def test_rows_that_torch_would_misread_are_told_of_once() -> None:
-    """Torch 2.11 computes with DTensors past the hooks of a subclass."""
-    pool = ranks(2)
-    (text,), other = pool.run(heard_with_a_torch_that_asks_nobody, "level")
-    assert other == []
-    assert "run.gathered()" in text
-    assert pool.run(heard_with_a_torch_that_asks_nobody, "rows") == [[], []]
+def _without_rules() -> None:
+    for entry in singleton._data.values():
+        entry.torch_dispatch_rules._data.pop(dtensor.ShardedDTensor, None)
+
+
+@pytest.mark.parametrize("split", ["rows", "level", "whole"])
+def test_where_torch_asks_no_subclass_it_finds_rules_for_every_operation(split: str) -> None:
+    """Torch 2.11 computes with DTensors in C++, past the hooks of a subclass."""
+    for count, right in ranks(2).run(read_by_rules, split):
+        assert count > 0
+        assert right
+        assert all(right)
+
+
+class Unasked(Tensor):
+    """Torch makes plain tensors of it without asking."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def test_a_torch_that_asks_neither_subclass_nor_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_rules, "_rules", {})
+    monkeypatch.setattr(dispatch_rules, "renew", lambda: None)
+    with pytest.raises(
+        zs.StateError, match=r"without asking the subclass.*Take torch 2.11 to 2.15"
+    ):
+        dispatch_rules.be_asked(torch.ones(2).as_subclass(Unasked))

@@ -29,7 +29,6 @@ from zeroshard.layout.memory import MemoryModel
 from zeroshard.layout.sharding import ShardSpec
 from zeroshard.layout.specs import GPU_TRAITS, TransportTraits
 from zeroshard.layout.timeline import step_moments
-from zeroshard.params import dtensor
 from zeroshard.params.sharded_param import ShardedTensors
 from zeroshard.planner.signatures import blocks_of, rules_of
 
@@ -234,25 +233,6 @@ def test_simulated_ranks_are_on_nodes() -> None:
         run._hooks.remove()
         with pytest.raises(zs.OptionError, match="ranks_per_node=3 does not divide the 4 ranks"):
             zs.shard(torch.nn.Linear(4, 4), ranks_per_node=3)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_rows_that_are_no_chunks_are_not_put_together_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own `DTensor`, as 2.11 has it, knows even chunks only."""
-    monkeypatch.setattr(dtensor, "_works", [False])
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
-    try:
-        model = torch.nn.Linear(6, 7)
-        optimizer = torch.optim.AdamW(model.parameters())
-        run = zs.shard(model, optimizer, stage=3, split="level")
-        with pytest.raises(zs.StateError, match=r"full_tensor\(\) of `weight`.*run.gathered\('weight'\)"):
-            model.weight.full_tensor()  # type: ignore[operator]
-        run._hooks.remove()
-        even = torch.nn.Linear(6, 9)
-        run = zs.shard(even, torch.optim.AdamW(even.parameters()), stage=3, split="level")
-        assert even.weight.full_tensor().shape == (9, 6)  # type: ignore[operator]
-        run._hooks.remove()
     finally:
         dist.destroy_process_group()
 

@@ -32,8 +32,9 @@ from torch.utils import _foreach_utils
 from zeroshard.errors import RankError, StateError
 from zeroshard.layout.sharding import ShardSpec
 
+from .dispatch_rules import be_asked
 from .dtensor_lists import gathered, of_lists
-from .rank_reads import ReadSubject, joined, number_in, tell_of_placements, word_for
+from .rank_reads import ReadSubject, joined, number_in, word_for
 from .write_versions import COPY, WriteVersions
 
 _aten = torch.ops.aten
@@ -317,26 +318,17 @@ for _known in (optimizer._foreach_supported_types, _foreach_utils._foreach_suppo
     _known.append(ShardedDTensor)
 
 
-_works: list[bool] = []  # whether this torch asks `ShardedDTensor` itself, once that is known
-
-
 def dtensor_of(
     local: torch.Tensor,
     spec: DTensorSpec,
     writes: WriteVersions | None,
     about: ReadSubject | None,
     division: ShardSpec | None,
-) -> DTensor:
-    """A sharded DTensor of these rows; torch's own where torch (2.11) computes with DTensors past the hooks
-    of a subclass."""
+) -> ShardedDTensor:
+    """A sharded DTensor of these rows."""
     made = ShardedDTensor.made(local, spec, writes, about, division)
-    if not _works:
-        _works.append(type(made.detach()) is ShardedDTensor)
-    if _works[0]:
-        return made
-    if division is not None and not division.chunked and spec.mesh.get_local_rank() == 0:
-        tell_of_placements()
-    return made.plain
+    be_asked(made)
+    return made
 
 
 def parameter_of(shown: torch.Tensor, requires_grad: bool) -> nn.Parameter:

@@ -11,7 +11,6 @@ known when torch begins to; to listen for that costs some 0.1 ms, and more for l
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-log = logging.getLogger("zeroshard")
 _NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"}
 _NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group"}
 _WORDS = {
@@ -171,15 +169,3 @@ def number_in(dtensor: torch.Tensor) -> Any:
         off = off.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
         return dtensor.item()
-
-
-@cache
-def tell_of_placements() -> None:
-    """Torch (2.11) asks nobody before it computes, and takes all rows for chunks of its own."""
-    log.warning(
-        "torch %s computes past ZeroShard with DTensors, and takes rows for chunks of its own, which those "
-        'of split="level", split="whole", Muon and Adafactor are not: what it computes of such parameters, '
-        "gradients and state, full_tensor() too, is wrong or waits for ever. Read them in run.gathered() "
-        "and run.full_optimizer_state_dict(), or take torch 2.13.",
-        torch.__version__,
-    )

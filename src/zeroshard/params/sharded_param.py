@@ -24,7 +24,6 @@ is changed by `optimizer.step()` only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +38,8 @@ from zeroshard.errors import StateError
 from zeroshard.kernels import join, split
 from zeroshard.layout.sharding import ShardSpec
 
-from .dtensor import ShardedDTensor, dtensor_of, parameter_of
+from .dispatch_rules import renew
+from .dtensor import dtensor_of, parameter_of
 from .rank_reads import ComparesRanks, RankReads, ReadSubject
 from .units import ParamRef
 from .write_versions import WriteVersions
@@ -89,6 +89,7 @@ class ShardedTensors:
         self.writes = WriteVersions()  # by the loop, into sharded parameters
         self.readings = RankReads(transport)
         self._specs: dict[tuple[tuple[int, ...], torch.dtype, bool], DTensorSpec] = {}
+        renew()
 
     def show(
         self, local: Tensor, slot: ShardSpec, writes: WriteVersions | None = None, what: str = ""
@@ -338,19 +339,9 @@ def make_sharded_param(
     else:
         shown = sharded_tensors.show(local, slot, sharded_tensors.writes)
         sharded_param = parameter_of(shown, original.requires_grad)
-        if not slot.chunked and not isinstance(sharded_param, ShardedDTensor):
-            sharded_param.__dict__["full_tensor"] = partial(_no_chunks, slot.name)
     if sharded_param.is_floating_point():
         sharded_param.grad_dtype = None  # a 16-bit gradient of an fp32 master is what mixed precision keeps
     return sharded_param
-
-
-def _no_chunks(name: str, **_: Any) -> Tensor:
-    """`DTensor` would put rows that are no even chunks together wrongly."""
-    raise StateError(
-        f"full_tensor() of `{name}`: its rows are not divided as DTensor assumes (split= level or whole). "
-        f'Use run.gathered({name!r}), or shard with split="rows".'
-    )
 
 
 def _apart(view: Tensor) -> Tensor:
