@@ -68,6 +68,7 @@ def test_a_terminal_that_is_closed_ends_the_ranks_at_once(script: Write) -> None
     path = script(START + "\ntime.sleep(3600)")
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the tests may have been told to ignore, by nohup
         os.execve(sys.executable, command(f"2, {str(path)!r}, grace=3600.0"), ENVIRON)
     pids = started(path, 2)
     os.close(terminal)
