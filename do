@@ -20,7 +20,8 @@ VENV=.venv
 PYTHON=$VENV/bin/python
 LOG=$VENV/setup.log
 
-# Hundreds of processes start in the tests, and must not each compile the same sources, whatever the caller wants.
+# Hundreds of processes start in the tests, and must not each compile the same sources, whatever the caller wants: what one
+# has imported the others find compiled.
 unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '%s\n' "$*" >&2; }
@@ -82,6 +83,40 @@ create_venv() {
     rm "$VENV/.unfinished"
 }
 
+# What the package needs, and what these extras of it need: one a line.
+requirements() {
+    "$PYTHON" - "$@" <<'PY'
+import re, sys, tomllib
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+
+
+def needs(extra):
+    for one in project["optional-dependencies"][extra]:
+        own = re.fullmatch(r"zeroshard\[(.+)\]", one)  # an extra that names others
+        yield from (need for name in own[1].split(",") for need in needs(name)) if own else [one]
+
+
+print(*project["dependencies"], *(need for extra in sys.argv[1:] for need in needs(extra)), sep="\n")
+PY
+}
+
+# install CONSTRAINTS ISOLATION EXTRA...: the package's kernels are compiled while what it needs is installed, each on a core.
+# Nothing is compiled to byte code: most of it is never imported.
+install() {
+    local constraints=$1 isolation=$2 failed=0 own
+    shift 2
+    local pip=("$PYTHON" -m pip install --disable-pip-version-check --no-input --no-compile --constraint "$constraints")
+    requirements "$@" >"$VENV/requirements.txt" || return 1
+    "${pip[@]}" $isolation --no-deps --editable . >"$VENV/kernels.log" 2>&1 &
+    own=$!
+    "${pip[@]}" --requirement "$VENV/requirements.txt" || failed=1
+    wait "$own" || failed=1
+    cat "$VENV/kernels.log"
+    return $failed
+}
+
 # setup EXTRA...: installs the package with these extras, unless that was done before.
 setup() {
     local extras stamp now
@@ -100,21 +135,17 @@ setup() {
     local constraints=constraints.txt
     [ ! -e "$VENV/$constraints" ] || constraints=$VENV/$constraints
     # A recent setuptools in reach spares the isolated build, which would fetch one: nothing then needs the network.
-    local isolation=()
+    local isolation=
     if "$PYTHON" -c 'import setuptools as s; assert int(s.__version__.split(".")[0]) >= 77' 2>/dev/null; then
-        isolation=(--no-build-isolation)
+        isolation=--no-build-isolation
     fi
-    local title="installing zeroshard${extras:+ with $extras} (a minute or two, most of it torch)"
+    local title="installing zeroshard${extras:+ with $extras} (a minute, most of it torch)"
     if compgen -G "$VENV/.installed*" >/dev/null; then
         title="updating the installation: its requirements or kernels have changed"
     fi
     # Those of an earlier build may have another name, and would be found first.
     find src -name '_kernels*.so' -delete
-    step "$title" \
-        "$PYTHON" -m pip install --disable-pip-version-check --no-input --no-compile \
-        "${isolation[@]}" --constraint "$constraints" --editable ".${extras:+[$extras]}"
-    # On all cores, as pip does not. Some files are written for another Python, and stay as they are.
-    "$PYTHON" -m compileall -q -j 0 "$VENV"/lib/python3*/site-packages >>"$LOG" 2>&1 || true
+    step "$title" install "$constraints" "$isolation" "$@"
     printf '%s\n' "$now" >"$stamp"
 }
 
@@ -139,8 +170,9 @@ benchmarks() {
     done
 }
 
-# Tests are shared out among sessions: whoever comes to a file first runs it.
-session() { "$PYTHON" -m pytest --share="$VENV/share" "$@"; }
+# Four sessions share the tests out: whoever comes to a file first runs it. Those that start processes wait for a third of
+# their time, so that two cores have work for four.
+sessions() { "$PYTHON" -m pytest --share="$VENV/share" --sessions=4 "$@"; }
 
 # A wheel for this platform and a source distribution. A wheel without kernels would need a compiler to be fast.
 build() {
@@ -155,19 +187,12 @@ PY
     rm -rf build build.log
 }
 
-# The ten files that took the longest, summed over the sessions.
+# The ten files that took the longest, summed over the sessions, and what they took of the CPUs.
 slowest() {
-    echo "The slowest files, in seconds:"
-    cat "$VENV"/share/*.seconds | awk '{ took[$2] += $1 } END { for (name in took) printf "%7.1f  %s\n", took[name], name }' |
-        sort -rn | head -n 10
-}
-
-# Types, then the tests that start no processes, then what others have left.
-beside() {
-    local failed=0
-    types || failed=1
-    session "$@" || failed=1
-    return $failed
+    echo "The slowest files, in seconds, and in seconds of a CPU:"
+    cat "$VENV"/share/*.seconds | awk '{ took[$3] += $1; spent[$3] += $2; all += $2 }
+        END { for (name in took) printf "%7.1f %7.1f  %s\n", took[name], spent[name], name
+              printf "%7.1f %7.1f  %s\n", 0, all, "all" }' | sort -rn | awk 'NR <= 10 || $3 == "all"'
 }
 
 chore=${1:-help}
@@ -189,18 +214,14 @@ case $chore in
             types || failed+=' types'
             "$PYTHON" -m pytest "$@" || failed+=' pytest'
         else
-            # Tests that start processes wait for much of their time: the others run beside them, and are shown last.
             rm -rf "$VENV/share"
             mkdir "$VENV/share"
-            beside "$@" >"$VENV/beside.log" 2>&1 &
+            types >"$VENV/types.log" 2>&1 &
             other=$!
-            session "$@" -m 'ranks or cuda' >"$VENV/later.log" 2>&1 &
-            last=$!
-            trap 'kill "$other" "$last" 2>/dev/null || true' EXIT
-            session "$@" -m 'ranks or cuda' || failed+=' pytest'
-            wait "$other" || failed+=' types or the tests beside them'
-            wait "$last" || failed+=' tests of the second session'
-            cat "$VENV/beside.log" "$VENV/later.log"
+            trap 'kill "$other" 2>/dev/null || true' EXIT
+            sessions "$@" || failed+=' pytest'
+            wait "$other" || failed+=' types'
+            cat "$VENV/types.log" "$VENV"/share/session-*.log
             slowest
         fi
         [ -z "$failed" ] || die "failed:$failed"

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ _SET_CHILD_SUBREAPER = 36
 _PATIENCE = 60.0
 SHARE = 3
 TOOK = Counter[str]()  # seconds, by file
+SPENT = Counter[str]()  # of them, those of CPUs, with all processes that its tests start
+NOW: list[tuple[str, float]] = []  # the file that runs, and what had been spent before it
+_BESIDE = set[int]()  # sessions that were forked from this one
+_TICKS = os.sysconf("SC_CLK_TCK")
+_DIE_WITH_PARENT = 1
 
 
 def layer_of(item: pytest.Item) -> int:
@@ -73,6 +79,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wide", action="store_true", help="run all cases of tests that have many like them")
     told = "share tests out among sessions that name this folder: a file's go to the first that comes to it"
     parser.addoption("--share", metavar="FOLDER", help=told)
+    told = "with --share: so many sessions, forked when all tests are collected; the others write logs there"
+    parser.addoption("--sessions", type=int, default=1, metavar="N", help=told)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork the other sessions: what they import and collect costs seconds, and is there already. The first of
+    them begins with the tests that start no processes, all others with those that do and wait for them."""
+    for number in range(1, session.config.getoption("sessions")):
+        sys.stdout.flush()
+        if (pid := os.fork()) == 0:
+            _BESIDE.clear()
+            become_session(session, number)
+            break
+        _BESIDE.add(pid)
+    else:
+        number = 0
+    if number != 1 and session.config.getoption("sessions") > 1:
+        session.items.sort(key=lambda item: layer_of(item) < LAYERS.index("ranks"))
+    result = yield
+    while _BESIDE:
+        pid = _BESIDE.pop()
+        session.testsfailed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+    return result
+
+
+def become_session(session: pytest.Session, number: int) -> None:
+    """What a fork does to be a session of its own: it writes to a log, and ends with its parent."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    log = os.open(Path(session.config.getoption("share"), f"session-{number}.log"), os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
 
 
 def taken(item: pytest.Item) -> bool:
@@ -94,6 +137,7 @@ def taken(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if not taken(item):
+        count_spent(item.nodeid.partition("::")[0])
         return None
     # The test before left standing what this one would have needed, such as the fixtures of their folder.
     item.session._setupstate.teardown_exact(nextitem)
@@ -105,10 +149,41 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """How long each file took, for whoever started the sessions to add up."""
+    """How long each file took, and how much of CPUs, for whoever started the sessions to add up."""
     if folder := session.config.getoption("share"):
-        lines = [f"{seconds:.2f} {name}\n" for name, seconds in TOOK.items()]
+        count_spent("")
+        lines = [f"{seconds:.2f} {SPENT[name]:.2f} {name}\n" for name, seconds in TOOK.items()]
         Path(folder, f"{os.getpid()}.seconds").write_text("".join(lines))
+
+
+def count_spent(file: str) -> None:
+    """Where another file begins: what the one before has taken of CPUs."""
+    if NOW and NOW[-1][0] == file:
+        return
+    total = cpu_seconds()
+    if NOW:
+        name, before = NOW.pop()
+        SPENT[name] += max(total - before, 0.0)
+    NOW.append((file, total))
+
+
+def cpu_seconds() -> float:
+    """What this process has taken of CPUs, with all that it has started and that those have."""
+    times, started = dict[int, int](), dict[int, list[int]]()
+    for directory in Path("/proc").iterdir() if os.path.exists("/proc/self/stat") else ():
+        if directory.name.isdigit() and int(directory.name) not in _BESIDE:
+            try:
+                words = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            except OSError:
+                continue
+            times[int(directory.name)] = sum(map(int, words[11:15]))  # with those that it has waited for
+            started.setdefault(int(words[1]), []).append(int(directory.name))
+    total, waiting = 0, [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        total += times.get(pid, 0)
+        waiting += started.get(pid, ())
+    return total / _TICKS
 
 
 def pytest_collection_finish() -> None:

@@ -185,7 +185,32 @@ def test_sessions_share_tests_out(tmp_path: Path) -> None:
     assert re.search(r"=+ 1 passed in", inner_pytest(tmp_path, code, *share))
     assert "no tests ran" in inner_pytest(tmp_path, code, *share)
     told = [path.read_text().split() for path in folder.glob("*.seconds")]
-    assert sorted(words[1:] for words in told) == [[], ["test_inner.py"], ["test_inner.py"]]
+    assert sorted(words[2:] for words in told) == [[], ["test_inner.py"], ["test_inner.py"]]
+
+
+@pytest.mark.ranks
+def test_sessions_are_forked_from_one_that_has_collected(tmp_path: Path) -> None:
+    """The first is told of failures in the others, whose output is in logs; each case runs once."""
+    code = """
+        import os, pathlib, pytest
+        pathlib.Path(__file__).with_name(f"collected-{os.getpid()}").touch()
+        def test_pure(): assert False, "it ran in the second session"
+        @pytest.mark.ranks
+        def test_one():
+            began = pathlib.Path(__file__).with_name("share") / "test_inner-pure"
+            while not began.exists(): pass
+        """
+    folder = tmp_path / "share"
+    folder.mkdir()
+    text = inner_pytest(tmp_path, code, f"--share={folder}", "--sessions=3")
+    assert len(list(tmp_path.glob("collected-*"))) == 1
+    logs = {path.name: path.read_text() for path in folder.glob("*.log")}
+    assert logs.keys() == {"session-1.log", "session-2.log"}
+    assert "it ran in the second session" in logs["session-1.log"]
+    told = "".join((text, *logs.values()))
+    assert (len(re.findall("1 passed in", told)), len(re.findall("1 failed in", told))) == (1, 1)
+    records = [line.split() for path in folder.glob("*.seconds") for line in path.read_text().splitlines()]
+    assert [name for _, _, name in records] == ["test_inner.py"] * 2
 
 
 @pytest.mark.ranks
