@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from zeroshard.planner.signatures import with_rows
     from zeroshard.runtime.measure import disk_rate
     from zeroshard.runtime.measure import here as this_machine
+    from zeroshard.runtime.own_state import keep as keep_own_state
+    from zeroshard.runtime.own_state import read as read_own_state
     from zeroshard.search import MOST_RANKS, fewest_ranks, largest_batch, largest_model
     from zeroshard.sizes import parse_bytes, show_bytes
     from zeroshard.tiers import TierStorage, register_tier
@@ -83,6 +85,7 @@ _SOURCES = {
     "planner.answer": "problem_of",
     "planner.candidates": "PictureFrame",
     "runtime.measure": "disk_rate, here as this_machine",
+    "runtime.own_state": "keep as keep_own_state, read as read_own_state",
     "planner.plan": "Candidate, Plan, Rate, options_of, settings_of, settings_text",
     "planner.signatures": "with_rows",
     "search": "MOST_RANKS, fewest_ranks, largest_batch, largest_model",

@@ -323,14 +323,55 @@ def divided(stage: int) -> Found:
     return simple(Torchs, divide=stage)
 
 
-def saved_by_one(stage: int) -> None:
-    model = Ours(nn.Linear(6, 3), stage=stage)
+def saved_by_first(stage: int | None, transport: str = "auto") -> Found:
+    """Rank 0 alone asks for the state, in the middle and at the end, while the other one waits for it."""
+    torch.manual_seed(0)
+    model = wrapping(stage, transport=transport)(Net())
+    head, rest = Adam(model.module.last.parameters(), lr=1e-2), SGD(model.module.first.parameters(), lr=0.1)
+    kept: list[dict[str, Tensor]] = []
+
+    def keep() -> None:
+        if dist.get_rank() == 0:
+            kept.append({name: value.clone() for name, value in model.state_dict().items()})
+        dist.barrier()
+
+    losses = []
+    keep()
+    for step in range(STEPS):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        for optimizer in (head, rest):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        keep()
+    told: list[Any] = [kept]
+    dist.broadcast_object_list(told)
+    model.load_state_dict(told[0][2])
+    keep()
+    return {"losses": losses, "states": kept}
+
+
+def saved_by_one(stage: int, then: str = "forward", **options: Any) -> None:
+    model = Ours(nn.Linear(6, 3), stage=stage, **options)
     optimizer = Adam(model.parameters(), lr=1e-2)
     model(batch(0)).sum().backward()
     optimizer.step()
+    if then == "written":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
     if dist.get_rank() == 0:
-        model.state_dict()
-    model(batch(1)).sum().backward()
+        try:
+            model.state_dict()
+        except zs.RankError:
+            if then == "barrier":  # as the end of its process would, let the other one go
+                dist.barrier()
+            raise
+    if then == "forward":
+        model(batch(1)).sum().backward()
+    elif then != "end":
+        dist.barrier()
 
 
 def wrapped(who: int, **options: Any) -> None:

@@ -22,6 +22,7 @@ from parallel_case import (
     made_late,
     resumed,
     saved,
+    saved_by_first,
     saved_by_one,
     unlike,
     wrapped,
@@ -31,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 import zeroshard as zs
+from zeroshard.extend import keep_own_state, read_own_state
 from zeroshard.parallel import DistributedDataParallel
 from zeroshard.testing import assert_losses, ranks
 
@@ -141,10 +143,28 @@ def test_a_rank_that_is_refused_takes_the_others_along() -> None:
 
 
 @pytest.mark.ranks
-def test_a_state_that_one_rank_alone_asks_for() -> None:
-    told = ranks(2).attempt(saved_by_one, 2)
-    assert "rank 0 waits for run.full_state_dict()" in told[0].message
+@pytest.mark.parametrize(("stage", "transport"), [(0, "auto"), (1, "auto"), (2, "auto"), (2, "gloo")])
+def test_rank_0_alone_may_ask_for_the_state_below_stage_3(stage: int, transport: str) -> None:
+    want = ranks(2).run(saved_by_first, None)
+    assert_same(ranks(2).run(saved_by_first, stage, transport), want)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("then", ["forward", "barrier"])
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 2, "precision": "bf16"}])
+def test_a_state_that_one_rank_alone_asks_for(options: dict[str, Any], then: str) -> None:
+    """Where it takes all ranks: an error at once, whatever the others do meanwhile."""
+    told = ranks(2).attempt(partial(saved_by_one, then=then, **options))
     assert "state_dict() of a sharded model is put together by all ranks: write state = " in told[0].trace
+    assert "TimeoutError" not in told[0].trace
+
+
+@pytest.mark.ranks
+def test_a_state_that_one_rank_alone_asks_for_after_parameters_were_written() -> None:
+    told = ranks(2).attempt(saved_by_one, 2, "written")
+    assert "of parameters that were loaded or written since the last step: call model.run.publish()" in (
+        told[0].trace
+    )
 
 
 @pytest.mark.ranks
@@ -266,6 +286,15 @@ def test_options_of_the_step_want_an_optimizer() -> None:
     model.run.close()
 
 
+def test_the_state_of_one_rank_is_kept_first() -> None:
+    run = zs.shard(nn.Linear(2, 2), stage=2)
+    with pytest.raises(zs.StateError, match=r"of a run that was told to keep it: call zeroshard\.extend"):
+        read_own_state(run)
+    assert keep_own_state(run)
+    assert list(read_own_state(run)) == ["weight", "bias"]
+    run.close()
+
+
 def test_one_process() -> None:
     """A wrapped model is whole before it trains, and a plain one after `close`."""
     torch.manual_seed(0)
@@ -321,6 +350,32 @@ def test_a_script_changes_by_its_import(tmp_path: Path) -> None:
     losses = [re.findall(r"epoch .*", output([*run, str(path)])) for path in (script, plain)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
+
+
+SAVES = """
+import torch
+import torch.distributed as dist
+from zeroshard.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2), stage=3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+if dist.get_rank() == 0:
+    torch.save(model.state_dict(), "weights.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_a_script_whose_first_rank_alone_saves_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SAVES, encoding="utf-8")
+    run = [sys.executable, "-m", "zeroshard", "run", "--ranks", "2", "script.py"]
+    found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert found.returncode != 0
+    assert "write state = model.state_dict() on every rank, and torch.save(state, path)" in found.stderr
+    assert not (tmp_path / "weights.pt").exists()
 
 
 @pytest.mark.ranks

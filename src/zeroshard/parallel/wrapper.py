@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 import zeroshard as zs
+from zeroshard.extend import keep_own_state, read_own_state
 
 from .arguments import Asked, devices_of, group_of, ignored_by, refuse_hook, refuse_module
 from .holders import Holders, with_inner
@@ -78,6 +79,7 @@ class DistributedDataParallel(nn.Module):
             fault = error
         self._options = asked.options
         self._run: zs.Run | None = None
+        self._alone = False  # each rank has the whole state, and may be asked for it alone
         self._meet(module, fault)
         self.module, self.dim = module, dim
         self.require_backward_grad_sync = True
@@ -166,7 +168,8 @@ class DistributedDataParallel(nn.Module):
         self._holders.know(found)
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
-        self._run = zs.shard(self.module, optimizers or None, **self._options)
+        self._run = run = zs.shard(self.module, optimizers or None, **self._options)
+        self._alone = run.options.stage in (1, 2) and run.size > 1 and keep_own_state(run)
 
     def _counts_state(self) -> str | None:
         return next((f"{name}=" for name in _OF_THE_STEP if self._options.get(name) is not None), None)
@@ -275,22 +278,33 @@ class DistributedDataParallel(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """As torch's wrapper gives it: whole tensors, on every rank, under `module.`; in host memory. Every
-        rank calls it. `run.full_state_dict(rank=0)` is for one rank alone, `run.save()` for large models."""
+        """As torch's wrapper gives it: whole tensors, on the rank that calls it, under `module.`; in host
+        memory. Where ranks do not have all of it (stage 3, `precision=`, `offload=`, `sync=`) every rank
+        calls it; `run.full_state_dict(rank=0)` gives it to one of them, `run.save()` is for large models."""
         run = self._run
         if run is None or run.size == 1 or run.options.stage == 0 or keep_vars or args:
             return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         try:
-            whole = run.full_state_dict(rank=None)
+            whole = read_own_state(run) if self._alone else run.full_state_dict(rank=None)
         except zs.RankError as error:
             error.add_note(
-                "state_dict() of a sharded model is put together by all ranks: write state = "
+                "model.state_dict() on one rank alone, of parameters that were loaded or written since the "
+                "last step: call model.run.publish() on every rank before."
+                if self._alone
+                else "state_dict() of a sharded model is put together by all ranks: write state = "
                 "model.state_dict() on every rank, and torch.save(state, path) on one."
             )
             raise
         result: Any = OrderedDict() if destination is None else destination
         result.update((f"{prefix}module.{name}", value) for name, value in whole.items())
         return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
+        """As torch's wrapper does. Every rank calls it, as there."""
+        told = super().load_state_dict(state_dict, *args, **keywords)
+        if self._alone:
+            self.run.publish()
+        return told
 
     # ------------------------------------------------------------------ what else torch's has
 

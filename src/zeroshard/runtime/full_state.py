@@ -142,10 +142,10 @@ def model_state(
 
     def read() -> None:
         nonlocal state
-        with _standing(runtime.params, whole), _buffered(model, buffers if wanted else {}):
+        with standing(runtime.params, whole), _buffered(model, buffers if wanted else {}):
             state = model.state_dict()
         own = {parameter.data_ptr() for parameter in whole.values()}
-        _take_to_host(state, own, dtype)
+        take_to_host(state, own, dtype)
 
     together(runtime.transport, what, read if wanted else _nothing)
     return state
@@ -156,7 +156,7 @@ def _nothing() -> None:
 
 
 @contextmanager
-def _standing(params: list[ShardedParam], whole: dict[int, nn.Parameter]) -> Iterator[None]:
+def standing(params: list[ShardedParam], whole: dict[int, nn.Parameter]) -> Iterator[None]:
     """Whole parameters, by id of ours, where sharded parameters stand."""
     places = [
         (place, param.sharded_param, whole[id(param)])
@@ -202,7 +202,7 @@ def _buffered(model: nn.Module, others: dict[int, Tensor]) -> Iterator[None]:
             buffers[name] = buffer
 
 
-def _take_to_host(state: dict[str, Any], own: set[int], dtype: torch.dtype | None) -> None:
+def take_to_host(state: dict[str, Any], own: set[int], dtype: torch.dtype | None) -> None:
     """All other tensors of a state into host memory of their own, so that training does not change them.
     Names of one tensor stay names of one."""
     taken: dict[Any, Tensor] = {}

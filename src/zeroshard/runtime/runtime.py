@@ -285,6 +285,7 @@ class Runtime:
         self._active = 0  # units entered and not left
         self._learns = False  # the forward under way was called with gradients enabled
         self._keep_full = False
+        self.hands_on_in_step = False  # see [Note: a state of one rank alone] in `own_state`
         self._caller = CallingFrame()
         self._task: int | None = None  # graph task of the backward under way
         self._nested = False
@@ -562,6 +563,8 @@ class Runtime:
                 self._stepping = False
         self.supply.stale = True
         self.steps.count(update)
+        if self.hands_on_in_step:
+            self.publish()
 
     @property
     def _ahead(self) -> bool:

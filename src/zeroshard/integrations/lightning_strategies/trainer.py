@@ -236,7 +236,7 @@ class TrainerSharding(_Base):  # type: ignore[misc]
         if self._has_failed():
             log.error("no checkpoint is written to %s: it takes all ranks, and this one has failed", filepath)
             return
-        path = self.broadcast(str(filepath))
+        path = self.broadcast(filepath)  # of its own type, which a CheckpointIO of the user's may look at
         self._shown = None
         if self.whole_checkpoints or _OPTIMIZERS not in checkpoint:
             whole = run.full_state_dict()
