@@ -5,6 +5,7 @@ is for one platform and every Python that the package is for. They are optional:
 package installs all the same, and torch operations take their place.
 """
 
+import glob
 import os
 import platform
 import sys
@@ -20,7 +21,12 @@ setup(
     ext_modules=[
         Extension(
             "zeroshard.kernels._kernels",
-            sources=["src/zeroshard/kernels/kernels.c"],
+            # Every file of `updates` is an optimizer that the host knows.
+            sources=[
+                "src/zeroshard/kernels/kernels.c",
+                *sorted(glob.glob("src/zeroshard/kernels/updates/*.c")),
+            ],
+            depends=sorted(glob.glob("src/zeroshard/kernels/**/*.h", recursive=True)),
             # No contraction to fused multiply-add, which would round otherwise than torch does; no
             # -march=native: the source picks its vector width at run time, so a library built here runs on
             # another machine.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.kernels import AdamRows, AdamStep, Workers, adam_update, allocate, split, usable_cores
+from zeroshard.kernels import AdamRows, AdamStep, Workers, allocate, split, update_rows, usable_cores
 from zeroshard.kernels import library as native_loader
 
 BYTES = 28
@@ -55,7 +55,7 @@ def ours(state: AdamRows, workers: Workers, grad: torch.Tensor) -> Case:
             to.copy_(half)  # type: ignore[union-attr]
 
     def chunk(start: int, stop: int) -> None:
-        adam_update(state, grad[start:stop], weight[start:stop], STEP, start=start, stop=stop)
+        update_rows(state, grad[start:stop], weight[start:stop], STEP, start=start, stop=stop)
 
     return lambda: workers.spread(numel, GRAIN, chunk)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         ZeroShardError,
         did_you_mean,
     )
+    from zeroshard.kernels import HostStep, StateRows, register_host_update
     from zeroshard.launch.job import PRELOAD, LaunchJob, rank_range
     from zeroshard.launch.join import announced as announced_group
     from zeroshard.launch.join import join as join_group
@@ -68,6 +69,7 @@ _SOURCES = {
     "comm.transport": "Cuts, DoneWork, Land, Spans, SummingTransport, Transport, TransportBuffer, Work, fold",
     "compress": "Codec, Compression, MeanCodec",
     "layout.specs": "TransportTraits",
+    "kernels": "HostStep, StateRows, register_host_update",
     "tiers": "TierStorage, register_tier",
     "checkpoint": "Manifest, export, import_weights, read_manifest, verify",
     "checkpoint.manifest": "TensorEntry",

@@ -40,7 +40,7 @@ def aged(step: AdamStep, split: bool) -> tuple[AdamRows, Tensor]:
     state.exp_avg.zero_()
     state.exp_avg_sq.zero_()
     for count in range(1, step.step):
-        kernels.adam_update(state, torch.randn(COUNT), weight, replace(step, step=count))
+        kernels.update_rows(state, torch.randn(COUNT), weight, replace(step, step=count))
     return state, weight
 
 
@@ -51,9 +51,9 @@ def test_adam_before_a_step(path: str, variant: dict[str, object], split: bool) 
     taken = AdamStep(**({"lr": 1e-2, "step": 7, "grad_scale": 0.5} | variant))  # type: ignore[arg-type]
     state, weight = aged(taken, split)
     grad, before = torch.randn(COUNT).to(BF16), [*contents(state), weight.clone()]
-    kernels.adam_update(state, grad, weight, taken)
+    kernels.update_rows(state, grad, weight, taken)
     assert not torch.equal(weight, before[-1])
-    kernels.adam_update(state, grad, weight, None, taken=taken)
+    kernels.update_rows(state, grad, weight, None, taken=taken)
     found, wanted = ([*map(torch.Tensor.float, tensors)] for tensors in ([*contents(state), weight], before))
     if split:  # a master is its two halves
         found[2], wanted[2] = (kernels.join(t[3].to(BF16), t[2].to(torch.int16)) for t in (found, wanted))
@@ -74,9 +74,9 @@ def test_sgd_before_a_step(path: str, variant: dict[str, object]) -> None:
     ran = torch.zeros(COUNT) if taken.first else torch.randn(COUNT)
     state = SgdRows(torch.randn(COUNT), momentum=ran if "momentum" in variant else None)
     grad, before = torch.randn(COUNT), contents(state)
-    kernels.sgd_update(state, grad, None, taken)
+    kernels.update_rows(state, grad, None, taken)
     assert not torch.equal(contents(state)[0], before[0])
-    kernels.sgd_update(state, grad, None, None, taken=taken)
+    kernels.update_rows(state, grad, None, None, taken=taken)
     for now, then in zip(contents(state), before, strict=True):
         torch.testing.assert_close(now, then, rtol=1e-6, atol=1e-6)
 
@@ -90,7 +90,7 @@ def test_adam_taken_back_is_bit_equal_in_c_and_torch(assert_both_same, variant) 
 
         def run(split=split, grad=grad, edges=edges, step=step) -> list[Tensor]:
             state, weight = adam_state(COUNT, 3, edges, {"master": "split"} if split else {})
-            kernels.adam_update(state, rough(COUNT, 5, edges).to(grad), weight, step, taken=taken)
+            kernels.update_rows(state, rough(COUNT, 5, edges).to(grad), weight, step, taken=taken)
             return [*contents(state), weight]
 
         assert_both_same(run)
@@ -105,7 +105,7 @@ def test_sgd_taken_back_is_bit_equal_in_c_and_torch(assert_both_same, variant) -
         def run(grad=grad, step=step) -> list[Tensor]:
             buffer = rough(COUNT, 4) if "momentum" in variant else None
             state, weight = SgdRows(rough(COUNT, 3), momentum=buffer), torch.zeros(COUNT, dtype=BF16)
-            kernels.sgd_update(state, rough(COUNT, 5).to(grad), weight, step, taken=taken)
+            kernels.update_rows(state, rough(COUNT, 5).to(grad), weight, step, taken=taken)
             return [*contents(state), weight]
 
         assert_both_same(run)
@@ -116,10 +116,10 @@ def test_one_pass_is_both_passes(path: str) -> None:
     taken = AdamStep(lr=1e-2, step=7, weight_decay=0.1)
     once, weight = adam_state(COUNT, 3, False, {})
     twice, grad = adam_state(COUNT, 3, False, {})[0], rough(COUNT, 5, False).to(BF16)
-    kernels.adam_update(twice, grad, weight, None, taken=taken)
-    kernels.adam_update(twice, grad, weight, replace(taken, grad_scale=0.3))
+    kernels.update_rows(twice, grad, weight, None, taken=taken)
+    kernels.update_rows(twice, grad, weight, replace(taken, grad_scale=0.3))
     place = grad.clone()
-    kernels.adam_update(once, place, place, replace(taken, grad_scale=0.3), taken=taken)
+    kernels.update_rows(once, place, place, replace(taken, grad_scale=0.3), taken=taken)
     assert torch.equal(place, weight)
     assert all(torch.equal(a, b) for a, b in zip(contents(once), contents(twice), strict=True))
 
@@ -128,8 +128,8 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
     grad, step = torch.zeros(4), AdamStep(lr=0.1, step=2)
     for rows in (AdamRows.zeros(4, amsgrad=True), AdamRows.zeros(4, moments="int8")):
         with pytest.raises(OptionError, match="cannot be taken back"):
-            kernels.adam_update(rows, grad, None, step, taken=step)
-    with pytest.raises(OptionError, match="adam_update: neither a step nor one to take back"):
-        kernels.adam_update(AdamRows.zeros(4), grad, None, None)
-    with pytest.raises(OptionError, match="sgd_update: neither a step nor one to take back"):
-        kernels.sgd_update(SgdRows(torch.zeros(4)), grad, None, None)
+            kernels.update_rows(rows, grad, None, step, taken=step)
+    with pytest.raises(OptionError, match="update_rows: neither a step nor one to take back"):
+        kernels.update_rows(AdamRows.zeros(4), grad, None, None)
+    with pytest.raises(OptionError, match="update_rows: neither a step nor one to take back"):
+        kernels.update_rows(SgdRows(torch.zeros(4)), grad, None, None)

@@ -102,7 +102,7 @@ def test_8_bit_moments_follow_fp32_over_300_steps(path) -> None:
         grad = sizes * noise * (1.0 if step < 200 else 0.2)
         before = exact.master.clone(), coded.master.clone()
         for state in (exact, coded):
-            native.adam_update(state, grad, None, AdamStep(lr=1e-3, step=step, beta2=0.99))
+            native.update_rows(state, grad, None, AdamStep(lr=1e-3, step=step, beta2=0.99))
     moved = exact.master - before[0], coded.master - before[1]
     assert (moved[0] - moved[1]).norm() < 0.15 * moved[0].norm()
     squares = moments8.decode(coded.exp_avg, coded.exp_avg_sq, coded.scales)[1]
@@ -182,26 +182,26 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         lambda: AdamRows(**vars(AdamRows.zeros(8, moments="int8")) | {"max_exp_avg_sq": torch.zeros(8)}),
     ),
     ("flat contiguous", lambda: rows(master=torch.zeros(16)[::2])),
-    ("`grad` is on meta", lambda: native.adam_update(rows(), torch.zeros(8, device="meta"), None, STEP)),
-    ("`grad` holds 8 elements; 4", lambda: native.adam_update(rows(), torch.zeros(8), None, STEP, start=4)),
-    ("rows 4:9", lambda: native.adam_update(rows(), torch.zeros(5), None, STEP, start=4, stop=9)),
+    ("`grad` is on meta", lambda: native.update_rows(rows(), torch.zeros(8, device="meta"), None, STEP)),
+    ("`grad` holds 8 elements; 4", lambda: native.update_rows(rows(), torch.zeros(8), None, STEP, start=4)),
+    ("rows 4:9", lambda: native.update_rows(rows(), torch.zeros(5), None, STEP, start=4, stop=9)),
     (
         "`weight` is float64",
-        lambda: native.adam_update(rows(), torch.zeros(8), torch.zeros(8, dtype=F64), STEP),
+        lambda: native.update_rows(rows(), torch.zeros(8), torch.zeros(8, dtype=F64), STEP),
     ),
     (
         "split master needs",
-        lambda: native.adam_update(AdamRows.zeros(8, master="split"), torch.zeros(8), None, STEP),
+        lambda: native.update_rows(AdamRows.zeros(8, master="split"), torch.zeros(8), None, STEP),
     ),
     ("cut a block", lambda: AdamRows.zeros(600, moments="int8").rows(0, 300)),
-    ("ties='up'", lambda: native.adam_update(rows(), torch.zeros(8), None, STEP, ties="up")),
+    ("ties='up'", lambda: native.update_rows(rows(), torch.zeros(8), None, STEP, ties="up")),
     ("the first step is 1", lambda: AdamStep(lr=0.1, step=0)),
     ("lr=nan", lambda: AdamStep(lr=math.nan, step=1)),
     ("below 1", lambda: AdamStep(lr=0.1, step=1, beta2=1.0)),
     ("nesterov needs", lambda: SgdStep(lr=0.1, nesterov=True)),
     (
         "hold no buffer",
-        lambda: native.sgd_update(SgdRows(torch.zeros(8)), torch.zeros(8), None, SgdStep(0.1, 0.9)),
+        lambda: native.update_rows(SgdRows(torch.zeros(8)), torch.zeros(8), None, SgdStep(0.1, 0.9)),
     ),
     ("`sources` is empty", lambda: native.sum_shards(torch.zeros(8), [])),
     (r"`sources\[1\]` holds 7", lambda: native.sum_shards(torch.zeros(8), [torch.zeros(8), torch.zeros(7)])),
@@ -250,13 +250,13 @@ def test_threads_update_one_state_together(path) -> None:
     numbers = AdamStep(lr=1e-2, step=9, weight_decay=0.1)
     grad = rough(numel, 1).to(BF16)
     expected, expected_weight = adam_state(numel, 3, True, {"moments": "int8"})
-    native.adam_update(expected, grad, expected_weight, numbers)
+    native.update_rows(expected, grad, expected_weight, numbers)
     state, weight = adam_state(numel, 3, True, {"moments": "int8"})
     workers = native.Workers(3)
     workers.spread(
         numel,
         grain,
-        lambda a, b: native.adam_update(state, grad[a:b], weight[a:b], numbers, start=a, stop=b),
+        lambda a, b: native.update_rows(state, grad[a:b], weight[a:b], numbers, start=a, stop=b),
     )
     workers.close()
     for found, wanted in zip([*contents(state), weight], [*contents(expected), expected_weight], strict=True):

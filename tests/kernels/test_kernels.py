@@ -51,7 +51,7 @@ def test_adam_is_bit_equal_in_c_and_torch(assert_both_same, variant, options) ->
             ties = "away" if out == "away" else "even"
             for step in (7, 8):
                 numbers = AdamStep(lr=1e-2, step=step, grad_scale=0.37, **variant)
-                kernels.adam_update(state, rough(1031, step, edges).to(grad), weight, numbers, ties=ties)
+                kernels.update_rows(state, rough(1031, step, edges).to(grad), weight, numbers, ties=ties)
             return [*contents(state), *([] if weight is None else [weight])]
 
         assert_both_same(run)
@@ -83,9 +83,9 @@ def test_adam_is_torchs_adam_over_50_steps(path, variant, amsgrad) -> None:
                     before.clone(),
                     max_exp_avg_sq=theirs["max_exp_avg_sq"].clone() if amsgrad else None,
                 )
-                kernels.adam_update(beside, parameter.grad, None, AdamStep(lr=1e-2, step=step, **variant))
+                kernels.update_rows(beside, parameter.grad, None, AdamStep(lr=1e-2, step=step, **variant))
             optimizer.step()
-            kernels.adam_update(state, parameter.grad, None, AdamStep(lr=1e-2, step=step, **variant))
+            kernels.update_rows(state, parameter.grad, None, AdamStep(lr=1e-2, step=step, **variant))
             if step > 1:
                 size = torch.maximum(before.abs(), parameter.detach().abs()) + (parameter - before).abs()
                 assert ((beside.master - parameter).abs() <= 2 * 2**-23 * size).all()
@@ -103,10 +103,10 @@ def test_adam_does_not_depend_on_chunks_or_alignment(path, options) -> None:
     numbers = AdamStep(lr=1e-2, step=9, weight_decay=0.1)
     grad = rough(numel, 1).to(BF16)
     whole, weight = adam_state(numel, 3, True, options)
-    kernels.adam_update(whole, grad, weight, numbers)
+    kernels.update_rows(whole, grad, weight, numbers)
     parts, other = adam_state(numel, 3, True, options)
     for start, stop in itertools.pairwise(cuts):
-        kernels.adam_update(parts, grad[start:stop], other[start:stop], numbers, start=start, stop=stop)
+        kernels.update_rows(parts, grad[start:stop], other[start:stop], numbers, start=start, stop=stop)
     for found, wanted in zip([*contents(parts), other], [*contents(whole), weight], strict=True):
         assert_same_bits(found, wanted)
 
@@ -117,13 +117,13 @@ def test_the_weight_may_replace_the_gradient_and_a_split_master_equals_a_plain_o
     for step in range(5, 9):
         slot = rough(3000, step).to(BF16)
         numbers = AdamStep(lr=1e-2, step=step, weight_decay=0.1)
-        kernels.adam_update(halves, slot, half_weight, numbers)
-        kernels.adam_update(plain, slot, slot, numbers, ties="away")
+        kernels.update_rows(halves, slot, half_weight, numbers)
+        kernels.update_rows(plain, slot, slot, numbers, ties="away")
         assert_same_bits(kernels.join(half_weight, halves.remainder), plain.master)
         assert_same_bits(half_weight, slot)
     assert_same_bits(halves.exp_avg_sq, plain.exp_avg_sq)
     with pytest.raises(OptionError, match='ties=\'up\'; "even" or "away" is needed'):
-        kernels.adam_update(plain, slot, slot, numbers, ties="up")
+        kernels.update_rows(plain, slot, slot, numbers, ties="up")
 
 
 # -- SGD
@@ -147,7 +147,7 @@ def test_sgd_is_torchs_sgd(path, variant) -> None:
     for step in range(50):
         parameter.grad = rough(513, step, edges=False)
         optimizer.step()
-        kernels.sgd_update(state, parameter.grad, weight, SgdStep(lr=0.1, first=step == 0, **variant))
+        kernels.update_rows(state, parameter.grad, weight, SgdStep(lr=0.1, first=step == 0, **variant))
     scale = 50 * float(start.abs().max())
     torch.testing.assert_close(state.master, parameter.detach(), rtol=1e-5, atol=1e-7 * scale)
     assert_same_bits(weight, state.master.to(F16))
@@ -164,7 +164,7 @@ def test_sgd_is_bit_equal_in_c_and_torch(assert_both_same, variant) -> None:
             buffer = rough(1031, 4) if "momentum" in variant else None
             state = SgdRows(**master, momentum=buffer)
             numbers = SgdStep(lr=0.1, first=first, grad_scale=0.3, **variant)
-            kernels.sgd_update(state, rough(1000, 5).to(grad), weight[7:1007], numbers, start=7, stop=1007)
+            kernels.update_rows(state, rough(1000, 5).to(grad), weight[7:1007], numbers, start=7, stop=1007)
             return [*contents(state), weight]
 
         assert_both_same(run)

@@ -62,7 +62,7 @@ def test_adam_has_the_bits_of_one_thread(
 
     def made(by: ThreadTeam | None) -> list[Tensor]:
         state, weight = adam_state(COUNT, 3, False, options)
-        native.adam_update(state, rough(COUNT, 1, False).to(dtype), weight, step, taken=taken, team=by)
+        native.update_rows(state, rough(COUNT, 1, False).to(dtype), weight, step, taken=taken, team=by)
         return [*contents(state), weight]
 
     for found, wanted in zip(made(team), made(None), strict=True):
@@ -74,9 +74,9 @@ def test_sgd_has_the_bits_of_one_thread(team: ThreadTeam) -> None:
 
     def made(by: ThreadTeam | None) -> list[Tensor]:
         state, weight = SgdRows(rough(COUNT, 1), momentum=rough(COUNT, 2)), torch.empty(COUNT, dtype=BF16)
-        native.sgd_update(state, rough(COUNT, 3), weight, first, team=by)
-        native.sgd_update(state, rough(COUNT, 3), weight, second, taken=first, team=by)
-        native.sgd_update(state, rough(COUNT, 3), weight, None, taken=second, team=by)
+        native.update_rows(state, rough(COUNT, 3), weight, first, team=by)
+        native.update_rows(state, rough(COUNT, 3), weight, second, taken=first, team=by)
+        native.update_rows(state, rough(COUNT, 3), weight, None, taken=second, team=by)
         return [*contents(state), weight]
 
     for found, wanted in zip(made(team), made(None), strict=True):
@@ -87,7 +87,7 @@ def test_several_callers_are_served_at_once(team: ThreadTeam) -> None:
     def aged(seed: int, by: ThreadTeam | None) -> list[Tensor]:
         state, weight = adam_state(COUNT, seed, False, {})
         for count in range(1, 9):
-            native.adam_update(
+            native.update_rows(
                 state, rough(COUNT, count, False), weight, AdamStep(lr=1e-2, step=count), team=by
             )
         return [*contents(state), weight]
@@ -109,13 +109,13 @@ def test_a_team_ends_with_its_threads_and_its_misuse_is_named() -> None:
     assert len(team) == 3
     assert members(3) == 3
     state, weight = adam_state(0, 1, False, {})
-    native.adam_update(state, torch.zeros(0), weight, STEP, team=team)  # nothing to do, and it returns
+    native.update_rows(state, torch.zeros(0), weight, STEP, team=team)  # nothing to do, and it returns
     team.close()
     team.close()
     assert members(0) == 0
     some = adam_state(8, 1, False, {})[0], torch.zeros(8), None
     with pytest.raises(StateError, match="Team: run after close; open a new one"):
-        native.adam_update(*some, STEP, team=team)  # type: ignore[arg-type]
+        native.update_rows(*some, STEP, team=team)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="threads=0; at least one is needed"):
         ThreadTeam.open(0)
 
@@ -139,10 +139,10 @@ def test_a_team_that_is_closed_meanwhile_serves_whoever_has_asked(monkeypatch: p
 
     monkeypatch.setattr(team, "_lock", Door())
     (state, weight), (same, alike) = (adam_state(8, 1, False, {}) for _ in range(2))
-    native.adam_update(state, torch.ones(8), weight, STEP, team=team)
+    native.update_rows(state, torch.ones(8), weight, STEP, team=team)
     closing.join()
     assert members(0) == 0
-    native.adam_update(same, torch.ones(8), alike, STEP)
+    native.update_rows(same, torch.ones(8), alike, STEP)
     assert torch.equal(state.exp_avg, same.exp_avg)
 
 

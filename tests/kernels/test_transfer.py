@@ -115,7 +115,7 @@ class Served:
         back = [CopySpec(weight.data_ptr(), place.data_ptr(), 2 * COUNT)]
         host_task = HostTask(self.team, out, back, 1, copy_events)
         host_task.address(self.memory.data_ptr(), self.nbytes, turn)
-        kernels.adam_update(state, place, place, STEP, team=host_task)
+        kernels.update_rows(state, place, place, STEP, team=host_task)
         self.made.append((host_task, state, grad, weight, seed))
         return host_task
 
@@ -124,7 +124,7 @@ class Served:
         for host_task, state, grad, weight, seed in self.made:
             assert host_task.done
             same, alike = adam_state(COUNT, seed, False, {})
-            kernels.adam_update(same, grad, alike, STEP)
+            kernels.update_rows(same, grad, alike, STEP)
             for found, wanted in zip([*contents(state), weight], [*contents(same), alike], strict=True):
                 assert_same_bits(found, wanted)
 
@@ -257,8 +257,8 @@ def test_several_updates_of_one_part_travel_together() -> None:
         ]
         host_task = HostTask(team, out, [CopySpec(weight.data_ptr(), there.data_ptr(), 2 * COUNT)])
         host_task.address(memory.data_ptr(), 4096, 0)
-        kernels.adam_update(state, here, there, STEP, taken=OTHER, team=host_task)
-        kernels.adam_update(same, grad, alike, STEP, taken=OTHER)
+        kernels.update_rows(state, here, there, STEP, taken=OTHER, team=host_task)
+        kernels.update_rows(same, grad, alike, STEP, taken=OTHER)
         post.send(host_task)
         assert post.wait(host_task, 120)
         for found, wanted in zip([*contents(state), weight], [*contents(same), alike], strict=True):
@@ -280,8 +280,8 @@ def test_several_updates_of_one_part_travel_together() -> None:
         host_task.address(memory.data_ptr(), 4096, 0)
         for start, stop in ((0, cut), (cut, COUNT)):
             some = place[start:stop]
-            kernels.sgd_update(state.rows(start, stop), some, some, step, team=host_task)
-        kernels.sgd_update(same, grad, alike, step)
+            kernels.update_rows(state.rows(start, stop), some, some, step, team=host_task)
+        kernels.update_rows(same, grad, alike, step)
         post.send(host_task)
         assert post.wait(host_task, 120)
         for found, wanted in zip([*contents(state), weight], [*contents(same), alike], strict=True):

@@ -200,11 +200,11 @@ def test_a_bound_of_the_kernels(path: str, kind: str, size: float) -> None:
     if kind == "adam":
         rows: AdamRows | SgdRows = AdamRows(torch.randn(300), torch.rand(300), master.clone())
         before = contents(rows)
-        kernels.adam_update(rows, grad, weight, AdamStep(lr=0.1, step=3), bound=bound)
+        kernels.update_rows(rows, grad, weight, AdamStep(lr=0.1, step=3), bound=bound)
     else:
         rows = SgdRows(master.clone(), momentum=torch.randn(300))
         before = contents(rows)
-        kernels.sgd_update(rows, grad, weight, SgdStep(lr=0.1, momentum=0.9), bound=bound)
+        kernels.update_rows(rows, grad, weight, SgdStep(lr=0.1, momentum=0.9), bound=bound)
     same = all(torch.equal(old, new) for old, new in zip(before, contents(rows), strict=True))
     assert same == (size != 4.0)
     assert torch.equal(weight, rows.master if rows.master is not None else master)

@@ -173,7 +173,7 @@ def after(calls: int, then: Callable[..., Any]) -> Callable[..., Any]:
 
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "update": (python_executor, "adam_update", python_executor.adam_update),
+    "update": (python_executor, "update_rows", python_executor.update_rows),
     "copy out": (TierCopies, "out", TierCopies.out),
     "copy back": (TierCopies, "back", TierCopies.back),
 }
@@ -212,7 +212,7 @@ def fail_on_rank_one() -> str:
     step = 0
     try:
         with patch.object(
-            python_executor, "adam_update", after(30 if run.rank else 10**6, python_executor.adam_update)
+            python_executor, "update_rows", after(30 if run.rank else 10**6, python_executor.update_rows)
         ):
             for step in range(20):
                 model(batch(step, run.rank)).backward()

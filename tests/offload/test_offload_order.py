@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zeroshard as zs
 from zeroshard.checkpoint import PendingSave, read_manifest
 from zeroshard.checkpoint.staging import FileImage
-from zeroshard.kernels import TransferWorkers, adam_update
+from zeroshard.kernels import TransferWorkers, update_rows
 from zeroshard.offload import python_executor
 from zeroshard.offload.group import joined
 from zeroshard.offload.python_executor import PythonExecutor
@@ -221,7 +221,7 @@ def test_a_background_save_does_not_wait_for_updates_and_has_them(
 
     def update(*given: Any, **more: Any) -> None:
         assert gate.wait(300)
-        adam_update(*given, **more)
+        update_rows(*given, **more)
 
     def send_late(*given: Any) -> None:
         def late() -> None:
@@ -238,7 +238,7 @@ def test_a_background_save_does_not_wait_for_updates_and_has_them(
         monkeypatch.setattr(TransferWorkers, "send", send_late)
     else:
         monkeypatch.setattr(TierCopies, "native", False)
-        monkeypatch.setattr(python_executor, "adam_update", update)
+        monkeypatch.setattr(python_executor, "update_rows", update)
     monkeypatch.setattr(FileImage, "fill", filled)
     for background in (True, False):
         model = make_model()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import zeroshard as zs
-from zeroshard.kernels import adam_update
+from zeroshard.kernels import update_rows
 from zeroshard.offload import python_executor
 from zeroshard.offload.deferred import GradHandle
 from zeroshard.offload.group import UpdateDone
@@ -563,7 +563,7 @@ def test_what_has_begun_is_taken_back_where_the_loop_does_something_else(
 
 def test_updates_hide_behind_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """`step()` does not wait, nor does what looks at no values; what does, waits."""
-    gate, update, wait_for = threading.Event(), adam_update, PythonExecutor.wait_for
+    gate, update, wait_for = threading.Event(), update_rows, PythonExecutor.wait_for
 
     def gated(*args: Any, **kwargs: Any) -> None:
         gate.wait()
@@ -574,7 +574,7 @@ def test_updates_hide_behind_the_next_forward(monkeypatch: pytest.MonkeyPatch) -
         wait_for(executor, done)
 
     with paced("delayed"):  # by threads that a test can hold up, as long as this block lasts
-        monkeypatch.setattr(python_executor, "adam_update", gated)
+        monkeypatch.setattr(python_executor, "update_rows", gated)
         loop = begun()
         monkeypatch.setattr(PythonExecutor, "wait_for", let_through)
         try:

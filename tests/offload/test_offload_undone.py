@@ -26,7 +26,7 @@ STEPS, LR, CLIP = 8, 0.05, 1e3
 @contextmanager
 def slow(seconds: float) -> Iterator[None]:
     """Updates of this rank take so much longer, one way or back."""
-    plain = python_executor.adam_update
+    plain = python_executor.update_rows
 
     def slowly(*args: Any, **kwargs: Any) -> None:
         time.sleep(seconds)
@@ -36,7 +36,7 @@ def slow(seconds: float) -> Iterator[None]:
         """Transfer workers in C would not pass here."""
 
     with (
-        patch.object(python_executor, "adam_update", slowly),
+        patch.object(python_executor, "update_rows", slowly),
         patch.object(OffloadedState, "_executor_in", no_native),
     ):
         yield

@@ -26,7 +26,7 @@ from zeroshard.comm import connect
 from zeroshard.comm.connect import _choose
 from zeroshard.comm.simulated import SimulatedTransport
 from zeroshard.comm.topology import by_host
-from zeroshard.kernels import AdamRows, AdamStep, SgdRows, SgdStep, ThreadTeam, Workers, sgd_update
+from zeroshard.kernels import AdamRows, AdamStep, SgdRows, SgdStep, ThreadTeam, Workers, update_rows
 from zeroshard.launch import join as environment
 from zeroshard.launch import launcher
 from zeroshard.launch.job import LaunchJob
@@ -110,8 +110,8 @@ OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
         "AdamStep: lr=nan must be a finite number of at least 0",
     ),
     "momentum of SGD": (
-        lambda: sgd_update(SgdRows(torch.zeros(4)), torch.zeros(4), None, SgdStep(0.1, momentum=0.9)),
-        "sgd_update: momentum=0.9, but the rows hold no buffer for it",
+        lambda: update_rows(SgdRows(torch.zeros(4)), torch.zeros(4), None, SgdStep(0.1, momentum=0.9)),
+        "update_rows: momentum=0.9, but the rows hold no buffer for it",
     ),
     "a short code": (
         lambda: zs.Int8().encode(torch.zeros(8), torch.zeros(33, dtype=torch.uint8), {}, 0),

@@ -25,7 +25,7 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.checkpoint import PendingSave, SaveResult
 from zeroshard.checkpoint.staging import FileImage
-from zeroshard.kernels import adam_update
+from zeroshard.kernels import update_rows
 from zeroshard.offload import python_executor as host_updates
 from zeroshard.sync import AdaptiveSync
 
@@ -262,7 +262,7 @@ def slowed(rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         fill = FileImage.fill
         stack.enter_context(patch.object(FileImage, "fill", lambda *given: later(fill, *given)))
-        stack.enter_context(patch.object(host_updates, "adam_update", partial(later, adam_update)))
+        stack.enter_context(patch.object(host_updates, "update_rows", partial(later, update_rows)))
         yield
 
 

@@ -182,10 +182,8 @@ def paced(sync_strategy: Pace, seed: int = 0) -> Iterator[None]:
 
             stack.enter_context(patch.object(HostUpdates, "_start", start_and_wait))
         elif sync_strategy == "ties away":
-            for name in ("adam_update", "sgd_update"):
-                stack.enter_context(
-                    patch.object(python_executor, name, partial(getattr(python_executor, name), ties="away"))
-                )
+            away = partial(python_executor.update_rows, ties="away")
+            stack.enter_context(patch.object(python_executor, "update_rows", away))
             stack.enter_context(
                 patch.object(GatherGroup, "refresh", partialmethod(refresh_away, GatherGroup.refresh))
             )
@@ -204,10 +202,8 @@ def paced(sync_strategy: Pace, seed: int = 0) -> Iterator[None]:
 
             stack.enter_context(patch.object(build, "TierCopies", partial(build.TierCopies, delay=delay)))
             stack.enter_context(patch.object(place, "DiskPager", partial(place.DiskPager, delay=delay)))
-            for name in ("adam_update", "sgd_update"):
-                stack.enter_context(
-                    patch.object(python_executor, name, partial(later, getattr(python_executor, name)))
-                )
+            slow = partial(later, python_executor.update_rows)
+            stack.enter_context(patch.object(python_executor, "update_rows", slow))
         yield
 
 

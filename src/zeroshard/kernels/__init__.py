@@ -6,12 +6,19 @@ have threads that make such round trips by themselves. All are compiled with the
 torch computes the same bits and one line says so (`library`, `fallback`).
 """
 
-from .adam import AdamRows, AdamStep, Bound, adam_update
 from .checksum import copy_crc32, crc32
 from .host_memory import allocate, raw, trim
+from .host_update import (
+    Bound,
+    HostStep,
+    StateRows,
+    host_update_of,
+    is_registered,
+    register_host_update,
+    update_rows,
+)
 from .ordered_sum import sum_in_order
 from .passes import SumSpan, TensorCopies, accumulate, cast, sum_shards, sum_spans
-from .sgd import SgdRows, SgdStep, sgd_update
 from .split_master import Ties, join, split
 from .threads import ThreadTeam, Workers, usable_cores
 from .transfer import (
@@ -23,6 +30,8 @@ from .transfer import (
     TransferWorkers,
     UpdateChunks,
 )
+from .updates.adam import AdamRows, AdamStep
+from .updates.sgd import SgdRows, SgdStep
 
 __all__ = [
     "AdamRows",
@@ -43,14 +52,18 @@ __all__ = [
     "HostRoundTrip",
     "Workers",
     "accumulate",
-    "adam_update",
     "allocate",
     "cast",
     "copy_crc32",
     "crc32",
     "join",
     "raw",
-    "sgd_update",
+    "update_rows",
+    "StateRows",
+    "HostStep",
+    "host_update_of",
+    "is_registered",
+    "register_host_update",
     "split",
     "sum_in_order",
     "sum_shards",

@@ -3,20 +3,20 @@
 Only multiply, add, divide and square root are used, each of which IEEE 754 fixes to the last bit; torch's
 lerp, addcmul and addcdiv fuse where the machine can, and would differ between machines. Chunks are small
 enough to stay in cache and below the size at which torch would start threads of its own inside a worker
-thread. A step is taken back as `adam_back` and `sgd_back` do it, see [Note: taking back] in adam.h."""
+thread. What an update of rows is, they say themselves
+(`updates`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroshard.kernels import library, moments8
+from zeroshard.kernels import library
 
 if TYPE_CHECKING:
-    from .adam import AdamNumbers, AdamRows
-    from .sgd import SgdNumbers, SgdRows
+    from .host_update import StateRows
 
 
 _CHUNK = 32768
@@ -93,91 +93,21 @@ def _close(
 
 
 @torch.no_grad()
-def adam(
-    rows: AdamRows,
+def update(
+    rows: StateRows,
     grad: torch.Tensor,
     weight: torch.Tensor | None,
-    numbers: AdamNumbers | None,
+    numbers: Any,
     kind: int,
-    taken: AdamNumbers | None = None,
+    taken: Any = None,
 ) -> None:
-    """One step over all of `rows`, after `taken` was taken back."""
+    """One step over all of `rows`, after `taken` was taken back; either may be None."""
     for part in _chunks(rows.numel):
         some = rows.rows(part.start, part.stop)
         out = None if weight is None else weight[part]
         master = _open(some.master, out, some.remainder)
-        mean, square = some.exp_avg, some.exp_avg_sq
-        if some.scales is not None:
-            mean, square = moments8.decode(mean, square, some.scales)
-        if taken is not None:
-            adam_back(master, mean, square, grad[part], taken)
-        if numbers is not None:
-            _adam_chunk(master, mean, square, some.max_exp_avg_sq, grad[part], numbers)
-        if some.scales is not None and numbers is not None:
-            codes = moments8.encode(mean.contiguous(), square.contiguous(), numbers.step)
-            for stored, code in zip((some.exp_avg, some.exp_avg_sq, some.scales), codes, strict=True):
-                stored.copy_(code)
+        some.in_torch(master, grad[part], numbers, taken)
         _close(master, out, some.remainder, kind)
-
-
-def _adam_chunk(
-    master: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    peak: torch.Tensor | None,
-    grad: torch.Tensor,
-    numbers: AdamNumbers,
-) -> None:
-    grad = grad.to(torch.float32) * numbers.grad_scale
-    if numbers.coupled:
-        grad = grad + master * numbers.decay
-    else:
-        master.mul_(numbers.decay)
-    if numbers.lerp < 0.5:
-        mean.add_((grad - mean).mul_(numbers.lerp))
-    else:
-        mean.copy_(grad - (grad - mean).mul_(1.0 - numbers.lerp))
-    square.mul_(numbers.beta2).add_((grad * numbers.gain2).mul_(grad))
-    if peak is not None:
-        torch.maximum(peak, square, out=peak)
-        square = peak
-    master.add_((mean * numbers.stride).div_(moments8.root_of(square).div_(numbers.bias).add_(numbers.eps)))
-
-
-@torch.no_grad()
-def sgd(
-    rows: SgdRows,
-    grad: torch.Tensor,
-    weight: torch.Tensor | None,
-    numbers: SgdNumbers | None,
-    kind: int,
-    taken: SgdNumbers | None = None,
-) -> None:
-    """One step over all of `rows`, after `taken` was taken back."""
-    for part in _chunks(rows.numel):
-        some = rows.rows(part.start, part.stop)
-        out = None if weight is None else weight[part]
-        master = _open(some.master, out, some.remainder)
-        if taken is not None:
-            sgd_back(master, some.momentum, grad[part], taken)
-        if numbers is not None:
-            _sgd_chunk(master, some.momentum, grad[part], numbers)
-        _close(master, out, some.remainder, kind)
-
-
-def _sgd_chunk(
-    master: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, numbers: SgdNumbers
-) -> None:
-    change = grad.to(torch.float32) * numbers.grad_scale
-    if numbers.decays:
-        change = change + master * numbers.decay
-    if momentum is not None:
-        if numbers.first:
-            momentum.copy_(change)
-        else:
-            momentum.mul_(numbers.inertia).add_(change * numbers.gain)
-        change = change + momentum * numbers.inertia if numbers.nesterov else momentum
-    master.add_(change * numbers.stride)
 
 
 # -- sums
@@ -198,53 +128,3 @@ def accumulate(to: torch.Tensor, source: torch.Tensor, scale: float, dtype: torc
     """`to` += `scale` × `source`, in `dtype`."""
     for part in _chunks(to.numel()):
         to[part].copy_(to[part].to(dtype) + source[part].to(dtype) * scale)
-
-
-def adam_back(
-    master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, grad: torch.Tensor, numbers: AdamNumbers
-) -> None:
-    """The master and the moments before a step, in place."""
-    n, rest = numbers, 1.0 - numbers.lerp
-    m, v, x = mean.double(), square.double(), master.double()
-    g = (grad.to(torch.float32) * n.grad_scale).double()
-    before = x - n.stride * m / (v.sqrt() / n.bias + n.eps)
-    if n.coupled:
-        g = g + n.decay * before
-    else:
-        before = before / n.decay
-    master.copy_(before)
-    if n.step == 1:  # exactly, where the difference of two large numbers would leave a rest
-        mean.zero_()
-        square.zero_()
-        return
-    part = m - n.lerp * g
-    older = torch.where(part.abs() <= 2.0**-23 * m.abs(), 0.0, part) / rest
-    mean.copy_(older)
-    if n.beta2 == 0.0:
-        square.zero_()
-        return
-    share = rest * rest / n.beta2
-    least = n.gain2 * (1.0 - share) / (n.lerp * n.lerp) if share < 1.0 else 0.0
-    left, floor = (v - n.gain2 * g * g) / n.beta2, older * older * least
-    square.copy_(torch.where(left < floor, floor, left))
-
-
-def sgd_back(
-    master: torch.Tensor, momentum: torch.Tensor | None, grad: torch.Tensor, numbers: SgdNumbers
-) -> None:
-    """The master and the momentum before a step, in place."""
-    n = numbers
-    x, g = master.double(), (grad.to(torch.float32) * n.grad_scale).double()
-    decay = n.decay if n.decays else 0.0
-    ran = torch.zeros_like(x) if momentum is None else momentum.double()
-    if momentum is None or n.nesterov:
-        before = (x - n.stride * (g + n.inertia * ran)) / (1.0 + n.stride * decay)
-    else:
-        before = x - n.stride * ran
-    master.copy_(before)
-    if momentum is None:
-        return
-    if n.first:
-        momentum.zero_()
-    else:
-        momentum.copy_((ran - n.gain * (g + decay * before)) / n.inertia)

@@ -1,25 +1,17 @@
-/* The exported kernels. Each takes one record (see abi.py), runs on the calling thread, and touches no
- * Python. A team (team.h) runs those of updates on threads of its own, and
- * couriers (post.h) bring it what to update.
+/* The exported kernels, but for updates, which are files of their own (updates/). Each takes one record (see
+ * library.py), runs on the calling thread, and touches no Python. A team (team.h) runs updates on threads of
+ * its own, and couriers (post.h) bring it what to update.
  *
- * Every kernel is an always-inlined body, compiled once per instruction set and chosen when first called, so
- * one binary serves every x86-64; on other machines the compiler vectorises for the target it was given.
- * Needs -O3 -ffp-contract=off -fno-math-errno: a fused multiply-add would change the last bit, and sqrtf
+ * Every kernel is an always-inlined body, compiled once per instruction set (dispatch.h). Needs -O3 -ffp-contract=off -fno-math-errno: a fused multiply-add would change the last bit, and sqrtf
  * must be allowed to become one instruction. */
-#include "adam.h"
 #include "checksum.h"
 #include "codes.h"
+#include "dispatch.h"
 #include "largest.h"
 #include "moves.h"
-#include "sgd.h"
 #include "sums.h"
 #include "touched.h"
-
-#if defined(_MSC_VER)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "updates/update.h"
 
 struct halves {           /* split, join */
     int64_t count;
@@ -32,44 +24,28 @@ INLINE void split_body(struct halves *c) { split_rows(c->weight, c->remainder, c
 INLINE void join_body(struct halves *c) { join_rows(c->master, c->weight, c->remainder, c->count); }
 
 #define KERNELS(K) \
-    K(adam, adam) K(adam_back, adam) K(sgd, sgd) K(sgd_back, sgd) K(sum, sum) K(accumulate, pair) K(cast, pair) \
+    K(sum, sum) K(accumulate, pair) K(cast, pair) \
     K(split, halves) K(join, halves) \
     K(move, moves) K(encode_blocks, blocks) K(decode_blocks, blocks) K(largest, largest) \
     K(touched, touched)
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#if defined(__clang__)
-#define WIDE "avx512f,avx512bw,avx512dq,avx512vl"
-#else
-#define WIDE "avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"
-#endif
-enum { UNKNOWN = -1, BASE = 0, AVX2 = 1, AVX512 = 2 };
 static int level = UNKNOWN;
 
 static int best_level(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return AVX512;
-    return __builtin_cpu_supports("avx2") ? AVX2 : BASE;
+    if (__builtin_cpu_supports("avx2")) return AVX2;
+#endif
+    return BASE;
 }
 
-#define DEFINE(name, record) \
-    __attribute__((target(WIDE))) static void name##_avx512(struct record *c) { name##_body(c); } \
-    __attribute__((target("avx2"))) static void name##_avx2(struct record *c) { name##_body(c); } \
-    static void name##_base(struct record *c) { name##_body(c); } \
-    EXPORT void zs_##name(struct record *c) { \
-        if (level == UNKNOWN) level = best_level(); \
-        if (level == AVX512) name##_avx512(c); \
-        else if (level == AVX2) name##_avx2(c); \
-        else name##_base(c); \
-    }
-#else
-enum { BASE = 0 };
-static int level = BASE;
-static int best_level(void) { return BASE; }
-#define DEFINE(name, record) EXPORT void zs_##name(struct record *c) { name##_body(c); }
-#endif
+HIDDEN int zs_level_in_force(void) {
+    if (level == UNKNOWN) level = best_level();
+    return level;
+}
 
 KERNELS(DEFINE)
 
@@ -124,8 +100,8 @@ EXPORT int32_t zs_limit(int32_t wanted) {
 
 /* Changes when a record does: the loader refuses a library built from other sources. */
 EXPORT int64_t zs_abi(void) {
-    const int64_t adam = sizeof(struct adam), sgd = sizeof(struct sgd), sum = sizeof(struct sum);
-    return 10 + 1000 * (adam + 1000 * (sgd + 1000 * sum));
+    const int64_t update = sizeof(struct update), sum = sizeof(struct sum);
+    return 11 + 1000 * (update + 1000 * sum);
 }
 
 /* The file is loaded through ctypes; build tools on some systems insist on a module's entry point. */

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -36,22 +36,56 @@ def _fields(text: str, types: dict[str, Any]) -> list[tuple[str, Any]]:
 _TYPES = {"i64": c_int64, "i32": c_int32, "u32": c_uint32, "f32": c_float, "f64": c_double, "ptr": c_void_p}
 
 
-class AdamRecord(ctypes.Structure):
-    _fields_ = _fields(
-        "i64: count; ptr: master remainder exp_avg exp_avg_sq peak scales grad weight;"
-        "i32: grad_kind weight_kind coupled; u32: salt;"
-        "f32: grad_scale lerp beta2 gain2 stride bias eps decay; i32: first; ptr: taken size; f32: most",
-        _TYPES,
-    )
+class States(ctypes.Structure):
+    """Arrays beside a master, in the order of the fields of their `StateRows`."""
+
+    _fields_ = _fields("ptr: first second third", _TYPES)
 
 
-class SgdRecord(ctypes.Structure):
-    _fields_ = _fields(
-        "i64: count; ptr: master remainder momentum grad weight;"
-        "i32: grad_kind weight_kind first nesterov decays;"
-        "f32: grad_scale stride inertia gain decay; ptr: taken size; f32: most",
-        _TYPES,
-    )
+class RowsRecord(ctypes.Structure):
+    """`struct update`, with which the record of every update begins."""
+
+    _fields_ = [
+        *_fields("i64: count bytes; ptr: master remainder", _TYPES),
+        ("states", States),
+        *_fields(
+            "ptr: scales grad weight taken size; f32: most; i32: grad_kind weight_kind width",
+            _TYPES,
+        ),
+    ]
+
+    def limit(self, most: float) -> None:
+        """Change the bound of an update that has one."""
+        self.most = most
+
+
+class StepRecord(ctypes.Structure):
+    """An update: its rows, and the numbers of its step."""
+
+    Numbers: type[ctypes.Structure]
+    rows: RowsRecord
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self)
+
+    def keep(self, *others: object) -> Self:
+        """They have only their addresses here, and live as long."""
+        self._kept = others
+        return self
+
+    def renew(self, numbers: tuple[Any, ...], most: float | None) -> None:
+        """The same update in another step."""
+        self.numbers = self.Numbers(*numbers)
+        if most is not None:
+            self.rows.limit(most)
+
+
+def step_record(name: str, numbers: str) -> type[StepRecord]:
+    """The record of a kernel whose struct goes on with such numbers."""
+    inner = type(name, (ctypes.Structure,), {"_fields_": _fields(numbers, _TYPES)})
+    own = {"_fields_": [("rows", RowsRecord), ("numbers", inner)], "Numbers": inner}
+    return type(f"{name}Record", (StepRecord,), own)
 
 
 class SumRecord(ctypes.Structure):
@@ -118,26 +152,45 @@ class DeviceRecord(ctypes.Structure):
     _fields_ = _fields("ptr: copy record follow wait query use", _TYPES)
 
 
+class CopyListRecord(ctypes.Structure):
+    """Copies of so many bytes each, from and to these addresses."""
+
+    _fields_ = _fields("i64: count; ptr: to source bytes", _TYPES)
+
+
 class UpdateRecord(ctypes.Structure):
-    _fields_ = _fields(
-        "ptr: team record; i64: share; ptr: device;"
-        "i64: outs; ptr: out_to out_source out_bytes; i64: backs; ptr: back_to back_source back_bytes;"
-        "ptr: leaving coming landed arrived ready; i32: kernel error",
-        _TYPES,
-    )
+    """A kernel and its record, by whose threads it runs, and the copies around it."""
+
+    _fields_ = [
+        *_fields("ptr: team record kernel; i64: share; ptr: device", _TYPES),
+        ("out", CopyListRecord),
+        ("back", CopyListRecord),
+        *_fields("ptr: leaving coming landed arrived ready; i32: error", _TYPES),
+    ]
+
+    def by(self, team: int) -> Self:
+        """The threads of that team run it."""
+        self.team = team
+        return self
+
+    def wait_for(self, landed: int | None) -> None:
+        """From that event on there is something to fetch."""
+        self.landed = landed
 
 
 class TaskRecord(ctypes.Structure):
+    """Updates of one offload group that a transfer worker carries; `done` and `error` are C's."""
+
     _fields_ = _fields(
         "ptr: errands; i64: count; ptr: place; i64: bytes turn; ptr: after; i32: done error", _TYPES
     )
 
+    def again(self, turn: int) -> None:
+        """What was carried is carried once more."""
+        self.turn, self.done, self.after = turn, 0, None
+
 
 RECORDS: dict[str, type[ctypes.Structure]] = {
-    "adam": AdamRecord,
-    "adam_back": AdamRecord,
-    "sgd": SgdRecord,
-    "sgd_back": SgdRecord,
     "sum": SumRecord,
     "accumulate": PairRecord,
     "cast": PairRecord,
@@ -158,8 +211,7 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
 
 def version() -> int:
     """What `zs_abi` of a library built from these very records returns."""
-    size = ctypes.sizeof
-    return 10 + 1000 * (size(AdamRecord) + 1000 * (size(SgdRecord) + 1000 * size(SumRecord)))
+    return 11 + 1000 * (ctypes.sizeof(RowsRecord) + 1000 * ctypes.sizeof(SumRecord))
 
 
 MODULE = "zeroshard.kernels._kernels"
@@ -195,16 +247,25 @@ class TransferCalls:
             each.argtypes, each.restype = [post], None
 
 
+class UpdateKernel:
+    """A function of the library that updates what a `StepRecord` says."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        function.argtypes, function.restype = [ctypes.c_void_p], None
+        self.address = ctypes.cast(function, ctypes.c_void_p).value
+
+    def __call__(self, record: StepRecord) -> None:
+        self._function(record.address)
+
+
 class Kernels:
     """The functions of the library, each taking one record of `abi`. Calls release the GIL."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._limit = library.zs_limit
         self._limit.argtypes, self._limit.restype = [ctypes.c_int32], ctypes.c_int32
-        self.adam = self._function(library, "adam")
-        self.sgd = self._function(library, "sgd")
-        self.adam_back = self._function(library, "adam_back")
-        self.sgd_back = self._function(library, "sgd_back")
+        self._library, self._updates = library, dict[str, UpdateKernel | None]()
         self.sum = self._function(library, "sum")
         self.accumulate = self._function(library, "accumulate")
         self.cast = self._function(library, "cast")
@@ -224,6 +285,15 @@ class Kernels:
         self.encode_shards = self._newer(library, "encode_shards")
         self.decode_parts = self._newer(library, "decode_parts")
         self.tally = self._newer(library, "tally")
+
+    def update(self, name: str) -> UpdateKernel | None:
+        """What updates rows of that kernel; None where torch does."""
+        if name not in self._updates:
+            found = f"zs_{name}"
+            self._updates[name] = (
+                UpdateKernel(self._library[found]) if hasattr(self._library, found) else None
+            )
+        return self._updates[name]
 
     @classmethod
     def _newer(cls, library: ctypes.CDLL, name: str) -> Callable[[Any], None] | None:

@@ -122,23 +122,19 @@ static void *moved(const void *address, const struct parcel *parcel, char *to) {
     return to + (given - parcel->place);
 }
 
-/* What was written down for `place` holds for `to`. */
-static void move_in(const struct parcel *parcel, char *to) {
+/* What was written down for `place` holds for `to`, which is where a parcel that is sent again begins. */
+static void move_in(struct parcel *parcel, char *to) {
     for (int64_t i = 0; i < parcel->count; i++) {
         struct errand *e = &parcel->errands[i];
         for (int64_t n = 0; n < e->out.count; n++) e->out.to[n] = moved(e->out.to[n], parcel, to);
         for (int64_t n = 0; n < e->back.count; n++) e->back.from[n] = moved(e->back.from[n], parcel, to);
-        if (e->kernel < TEAM_SGD) {
-            struct adam *a = (struct adam *)e->record;
-            a->grad = moved(a->grad, parcel, to), a->weight = moved(a->weight, parcel, to);
-        } else {
-            struct sgd *a = (struct sgd *)e->record;
-            a->grad = moved(a->grad, parcel, to), a->weight = moved(a->weight, parcel, to);
-        }
+        e->record->grad = moved(e->record->grad, parcel, to);
+        e->record->weight = moved(e->record->weight, parcel, to);
     }
+    parcel->place = to;
 }
 
-static int carry(struct post *post, const struct parcel *parcel, char *to) {
+static int carry(struct post *post, struct parcel *parcel, char *to) {
     int error = 0;
     if (to != parcel->place) move_in(parcel, to);
     for (int64_t i = 0; i < parcel->count && !error; i++) {

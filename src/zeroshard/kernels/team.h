@@ -12,11 +12,11 @@
 #include <sys/prctl.h>
 #endif
 
-enum { TEAM_ADAM = 0, TEAM_ADAM_BACK = 1, TEAM_SGD = 2, TEAM_SGD_BACK = 3 };
+typedef void (*update_kernel)(void *record);
 
 struct work {             /* one update; lives on the stack of the thread that waits for it */
-    const void *record;
-    int32_t kernel;
+    const struct update *record;
+    update_kernel kernel;
     int64_t count, share; /* elements, and how many are taken at a time */
     int64_t next, left;   /* the first that nobody has taken; how many are not done */
     struct work *after;
@@ -51,52 +51,40 @@ struct copies {
 
 struct errand {           /* team: what Python asks for */
     struct team *team;
-    const void *record;
+    struct update *record;
+    update_kernel kernel;
     int64_t share;
     const struct device *device; /* none: the copies are within the CPU's memory, and the rest means nothing */
     struct copies out, back;     /* before the update, and after it */
     void *leaving, *coming;      /* streams of the two */
     void *landed;                /* event from when on there is something to fetch */
     void *arrived, *ready;       /* events to record behind the two */
-    int32_t kernel;
     int32_t error;               /* of the device */
 };
 
 /* The pointer `elements` further on, for elements of `bytes`; nothing stays nothing. */
-static void *further(const void *pointer, int64_t elements, int64_t bytes) {
+static void *further(void *pointer, int64_t elements, int64_t bytes) {
     return pointer ? (char *)pointer + elements * bytes : 0;
 }
 
 static int64_t bytes_of(int32_t kind) { return kind == F32 ? 4 : kind == F64 ? 8 : 2; }
 
+enum { RECORD_BYTES = 512 };  /* bytes of a record */
+
 /* A share of 8-bit moments begins with a block. `taken` is read for its numbers alone, which are those of
  * all shares. */
-static void adam_share(const struct adam *whole, int64_t start, int64_t count, int back) {
-    const int64_t moment = whole->scales ? 1 : 4;
-    struct adam a = *whole;
-    a.count = count;
-    a.master = further(a.master, start, 4);
-    a.remainder = further(a.remainder, start, 2);
-    a.exp_avg = further(a.exp_avg, start, moment);
-    a.exp_avg_sq = further(a.exp_avg_sq, start, moment);
-    a.peak = further(a.peak, start, 4);
-    a.scales = further(a.scales, start / BLOCK * 3, 4);
-    a.grad = further(a.grad, start, bytes_of(a.grad_kind));
-    a.weight = further(a.weight, start, bytes_of(a.weight_kind));
-    if (back) zs_adam_back(&a);
-    else zs_adam(&a);
-}
-
-static void sgd_share(const struct sgd *whole, int64_t start, int64_t count, int back) {
-    struct sgd a = *whole;
-    a.count = count;
-    a.master = further(a.master, start, 4);
-    a.remainder = further(a.remainder, start, 2);
-    a.momentum = further(a.momentum, start, 4);
-    a.grad = further(a.grad, start, bytes_of(a.grad_kind));
-    a.weight = further(a.weight, start, bytes_of(a.weight_kind));
-    if (back) zs_sgd_back(&a);
-    else zs_sgd(&a);
+static void run_share(const struct work *work, int64_t start, int64_t count) {
+    union { struct update rows; char bytes[RECORD_BYTES]; } some;
+    memcpy(&some, work->record, (size_t)work->record->bytes);
+    struct update *rows = &some.rows;
+    rows->count = count;
+    rows->master = further(rows->master, start, 4);
+    rows->remainder = further(rows->remainder, start, 2);
+    for (int i = 0; i < STATES; i++) rows->states[i] = further(rows->states[i], start, rows->width);
+    rows->scales = further(rows->scales, start / BLOCK * 3, 4);
+    rows->grad = further((void *)rows->grad, start, bytes_of(rows->grad_kind));
+    rows->weight = further(rows->weight, start, bytes_of(rows->weight_kind));
+    work->kernel(&some);
 }
 
 static void *team_member(void *given) {
@@ -114,8 +102,7 @@ static void *team_member(void *given) {
         work->next += count;
         if (work->next == work->count) team->first = work->after;
         pthread_mutex_unlock(&team->lock);
-        if (work->kernel < TEAM_SGD) adam_share(work->record, start, count, work->kernel == TEAM_ADAM_BACK);
-        else sgd_share(work->record, start, count, work->kernel == TEAM_SGD_BACK);
+        run_share(work, start, count);
         pthread_mutex_lock(&team->lock);
         work->left -= count;
         if (!work->left) pthread_cond_broadcast(&team->done);
@@ -185,7 +172,7 @@ static int send(const struct errand *e) {
 
 static void team_update(struct team *team, const struct errand *errand) {
     struct work work = {errand->record, errand->kernel, 0, errand->share, 0, 0, 0};
-    work.count = work.left = *(const int64_t *)errand->record; /* the count is every record's first field */
+    work.count = work.left = errand->record->count;
     if (work.count <= 0) return;
     pthread_mutex_lock(&team->lock);
     struct work **last = &team->first;

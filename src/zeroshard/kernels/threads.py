@@ -134,14 +134,13 @@ def _halt_all() -> None:
         pool.halt()
 
 
-_KERNELS = {"adam": 0, "adam_back": 1, "sgd": 2, "sgd_back": 3}  # as in team.h
 _PAGE, _LEAST, _TURNS = 4096, 1 << 15, 4
 
 
 class KernelTaker(Protocol):
     """Takes a kernel and its record: runs it at once, or records it for a trip that others make."""
 
-    def take(self, kernel: str, record: ctypes.Structure) -> None: ...
+    def take(self, kernel: library.UpdateKernel, record: library.StepRecord) -> None: ...
 
 
 class ThreadTeam:
@@ -176,22 +175,15 @@ class ThreadTeam:
         so few that a thread whose core was busy elsewhere holds up no other."""
         return max(_LEAST, -(-numel // (self._threads * _TURNS * _PAGE)) * _PAGE)
 
-    def prepare(self, update_record: library.UpdateRecord, kernel: str, record: ctypes.Structure) -> None:
-        """Write a kernel and its record down, which has to outlive the update record."""
-        update_record.record, update_record.kernel = ctypes.addressof(record), _KERNELS[kernel]
-        update_record.share = self.share_of(record.count)
-
-    def take(self, kernel: str, record: ctypes.Structure) -> None:
+    def take(self, kernel: library.UpdateKernel, record: library.StepRecord) -> None:
         """Run a kernel over its record, all threads together; returns when it is done."""
-        update_record = library.UpdateRecord()
-        self.prepare(update_record, kernel, record)
-        self.go(update_record)
+        share = self.share_of(record.rows.count)
+        self.go(library.UpdateRecord(None, record.address, kernel.address, share))
 
     def go(self, update_record: library.UpdateRecord) -> None:
-        """Run what was prepared, and the copies around it; returns when it is done."""
+        """Run what it says, and the copies around it; returns when it is done."""
         with self._held() as handle:
-            update_record.team = handle
-            self._calls.run(ctypes.byref(update_record))
+            self._calls.run(ctypes.byref(update_record.by(handle)))
 
     @contextmanager
     def _held(self) -> Iterator[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroshard.errors import StateError, TierError
 from zeroshard.kernels import library
@@ -48,19 +48,20 @@ class CopyEvents:
     ready: int
 
 
-class _Arrays:
+class _CopyList:
     """Copies as C reads them."""
 
     def __init__(self, copies: Sequence[CopySpec]) -> None:
-        self.count = len(copies)
         to, sources, sizes = zip(*copies, strict=True) if copies else ((), (), ())
-        self._to, self._source = ((ctypes.c_void_p * self.count)(*each) for each in (to, sources))
-        self._bytes = (ctypes.c_int64 * self.count)(*sizes)
+        count, address = len(copies), ctypes.addressof
+        self._to, self._source = ((ctypes.c_void_p * count)(*each) for each in (to, sources))
+        self._bytes = (ctypes.c_int64 * count)(*sizes)
+        arrays = address(self._to), address(self._source), address(self._bytes)
+        self.record = library.CopyListRecord(count, *arrays)
 
-    @property
-    def fields(self) -> tuple[int, int, int, int]:
-        address = ctypes.addressof
-        return self.count, address(self._to), address(self._source), address(self._bytes)
+    def begin_at(self, source: int) -> None:
+        """The first copy is from elsewhere."""
+        self._source[0] = source
 
 
 class UpdateChunks:
@@ -78,45 +79,35 @@ class UpdateChunks:
         copy_events: CopyEvents | None = None,
     ) -> None:
         self._team, self._copy_events = team, copy_events
-        self._out, self._back = _Arrays(out), _Arrays(back)
-        self._records: list[ctypes.Structure] = []
+        self._out, self._back = _CopyList(out), _CopyList(back)
+        self._records: list[library.StepRecord] = []
         self.update_records = (library.UpdateRecord * updates)()
 
-    def record(self, kernel: str, record: ctypes.Structure) -> None:
-        update_record, copy_events = self.update_records[len(self._records)], self._copy_events
-        if not self._records:
-            update_record.outs, update_record.out_to, update_record.out_source, update_record.out_bytes = (
-                self._out.fields
-            )
+    def record(self, kernel: library.UpdateKernel, record: library.StepRecord) -> library.UpdateRecord:
+        at, nothing, events = len(self._records), library.CopyListRecord(), self._copy_events
         self._records.append(record)
-        if len(self._records) == len(self.update_records):
-            (
-                update_record.backs,
-                update_record.back_to,
-                update_record.back_source,
-                update_record.back_bytes,
-            ) = self._back.fields
-        if copy_events is not None:
-            update_record.device = ctypes.addressof(copy_events.copy_streams.device)
-            update_record.leaving, update_record.coming = (
-                copy_events.copy_streams.leaving,
-                copy_events.copy_streams.coming,
-            )
-            update_record.landed, update_record.arrived, update_record.ready = (
-                copy_events.landed,
-                copy_events.arrived,
-                copy_events.ready,
-            )
-        self._team.prepare(update_record, kernel, record)
+        copies = (
+            self._out.record if at == 0 else nothing,
+            self._back.record if at == len(self.update_records) - 1 else nothing,
+        )
+        device: int | None = None
+        streams: tuple[int | None, ...] = (None,) * 5
+        if events is not None:
+            to = events.copy_streams
+            device = ctypes.addressof(to.device)
+            streams = to.leaving, to.coming, events.landed, events.arrived, events.ready
+        share = self._team.share_of(record.rows.count)
+        run = record.address, kernel.address, share
+        self.update_records[at] = library.UpdateRecord(None, *run, device, *copies, *streams)
+        return self.update_records[at]
 
 
 class HostRoundTrip(UpdateChunks):
     """Made by the calling thread, each update as soon as it is asked for."""
 
-    def take(self, kernel: str, record: ctypes.Structure) -> None:
+    def take(self, kernel: library.UpdateKernel, record: library.StepRecord) -> None:
         """Record it, and run it with its copies."""
-        self.record(kernel, record)
-        update_record = self.update_records[len(self._records) - 1]
+        update_record = self.record(kernel, record)
         self._team.go(update_record)
         if update_record.error:
             raise TierError(f"CUDA answered a copy between device and host with error {update_record.error}")
@@ -126,13 +117,28 @@ class HostTask(UpdateChunks):
     """Made by a transfer worker. Its addresses are written down as if its staging memory began at `place`;
     the transfer worker finds `nbytes` for it elsewhere. `turn`: as which of all parts forward asks for it."""
 
-    def take(self, kernel: str, record: ctypes.Structure) -> None:
+    def take(self, kernel: library.UpdateKernel, record: library.StepRecord) -> None:
         """Record it, for the transfer worker."""
         self.record(kernel, record)
 
     def address(self, place: int, nbytes: int, turn: int) -> None:
         update_records = ctypes.addressof(self.update_records)
         self.task_record = library.TaskRecord(update_records, len(self.update_records), place, nbytes, turn)
+
+    def renew(
+        self,
+        gradient: int,
+        landed: int | None,
+        numbers: Sequence[tuple[Any, ...]],
+        most: float | None,
+        turn: int,
+    ) -> None:
+        """The same updates in another step. They were carried, and nobody asks whether any more."""
+        self._out.begin_at(gradient)
+        for update_record, record, own in zip(self.update_records, self._records, numbers, strict=True):
+            update_record.wait_for(landed)
+            record.renew(own, most)
+        self.task_record.again(turn)
 
     @property
     def done(self) -> bool:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zeroshard.comm import Transport
 from zeroshard.errors import OptionError, TierError
 from zeroshard.grads import EarlySink, KeepingSink, Sink
-from zeroshard.kernels import AdamRows, SgdRows, ThreadTeam, Workers, allocate, usable_cores
+from zeroshard.kernels import StateRows, ThreadTeam, Workers, allocate, usable_cores
 from zeroshard.layout.placement import Rest
 from zeroshard.layout.prefetch import staging_bytes
 from zeroshard.layout.specs import OffloadGroupSpec, ParamSpec
@@ -67,7 +67,7 @@ class GroupDraft:
     rest: Rest
     overlapped: bool = True  # else the optimizer's step updates it
     deferred: bool = False  # or begins the update
-    state: AdamRows | SgdRows | None = None
+    state: StateRows | None = None
     master: Tensor | None = None
     disk: DiskPlace | None = None
     targets: list[Tensor] = field(default_factory=list)
@@ -421,7 +421,7 @@ class OffloadedState:
                 state_dict["state"] |= {
                     places[id(p.sharded_param)]: part.shown(i, moments) for i, p in enumerate(part.params)
                 }
-            if part.form.kind == "sgd":
+            if not part.form.update.begins_at_zero:
                 for param, steps in zip(part.params, part.steps, strict=True):
                     if not steps:
                         state_dict["state"].pop(places[id(param.sharded_param)], None)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from zeroshard.errors import OptionError
-from zeroshard.optim.optimizer_kinds import KERNELS, rows_suffice
+from zeroshard.kernels import host_update_of, is_registered
+from zeroshard.optim.optimizer_kinds import rows_suffice
+from zeroshard.optim.probe import follows
 from zeroshard.options import Offload, Options
 
 from .group import StateForm
-
-FAST = KERNELS
 
 
 def form_of(
@@ -22,17 +22,16 @@ def form_of(
 ) -> StateForm | None:
     """The state as the native kernels have it, where they run this optimizer."""
     compute, master = dtypes
-    if type(optimizer) not in FAST or master != torch.float32:
+    update = host_update_of(optimizer)
+    if update is None or master != torch.float32:
         return None
     splits = offload.master == "split" and compute == torch.bfloat16  # not what precision.keep names
-    if type(optimizer) is SGD:
-        return StateForm("sgd", splits, extra=bool(group["momentum"]))
-    return StateForm("adam", splits, offload.moments == "int8", bool(group["amsgrad"]))
+    return StateForm(update, update.arrays(group), splits, offload.moments == "int8" and update.coded)
 
 
 def no_kernel(name: str, optimizer: Optimizer, master: torch.dtype) -> str:
     """Why a parameter's state cannot rest on the disk, and what to type."""
-    if type(optimizer) not in FAST:
+    if host_update_of(optimizer) is None:
         why = f"they know Adam, AdamW and SGD, not {type(optimizer).__name__}"
     else:
         why = f"its master is {master}, not fp32"
@@ -54,7 +53,17 @@ def scaled(options: Options) -> bool:
 
 
 def check_kernels(offload: Offload, options: Options, optimizers: Sequence[Optimizer]) -> None:
-    """Options that could not take effect."""
+    """Options that could not take effect, and updates that would have another."""
+    for optimizer in optimizers:
+        update = host_update_of(optimizer)
+        if update is not None and is_registered(optimizer) and not follows(optimizer, update):
+            name = type(optimizer).__name__
+            raise OptionError(
+                f"the host's update of {name} is registered as {update.__name__}, and computes something "
+                f"else than {name}.step() with the options of this one: weights part in a few steps. "
+                "Build it without the options that the update does not know, or call "
+                "zeroshard.extend.register_host_update() with an update that does the same."
+            )
     wanted = [
         word
         for word, asked in (
@@ -91,7 +100,7 @@ def check_kernels(offload: Offload, options: Options, optimizers: Sequence[Optim
 
 def _check_host(what: str, offload: Offload, options: Options, optimizers: Sequence[Optimizer]) -> None:
     """What the overlapped update on the host needs."""
-    kinds = {type(o) for o in optimizers}
+    updates = [update for update in map(host_update_of, optimizers) if update is not None]
     if options.clip_norm is None:
         raise OptionError(
             f"{what} is done by the overlapped host update, which needs clip_norm= (math.inf to clip "
@@ -102,14 +111,15 @@ def _check_host(what: str, offload: Offload, options: Options, optimizers: Seque
             f"{what} is done by the overlapped host update, which fp16 with its loss scaling rules out: pass "
             'precision="bf16".'
         )
-    if not kinds & set(FAST):
+    if not updates:
         raise OptionError(
             f"{what} is done by the overlapped host update, which knows Adam, AdamW and SGD; this run has "
-            f"{_names(optimizers)}."
+            f"{_names(optimizers)}. zeroshard.extend.register_host_update() makes another one known."
         )
-    if offload.moments == "int8" and not kinds & {Adam, AdamW}:
+    if offload.moments == "int8" and not any(update.coded for update in updates):
         raise OptionError(
-            'Offload(moments="int8") is for Adam and AdamW, and this run has SGD alone: drop it.'
+            f'Offload(moments="int8") is for Adam and AdamW, and this run has {_names(optimizers)} alone: '
+            "drop it."
         )
 
 

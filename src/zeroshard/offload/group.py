@@ -31,13 +31,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.kernels import AdamRows, AdamStep, Bound, SgdRows, SgdStep, allocate, join, moments8, split
+from zeroshard.kernels import AdamRows, Bound, HostStep, StateRows, allocate, join, moments8, split
 from zeroshard.params.sharded_param import GuardedState, ShardedParam, ShardedTensors
 from zeroshard.tiers import CopyMark, DiskPage, DiskPager, grains
 
@@ -64,25 +64,32 @@ class StateArray:
 
 @dataclass(frozen=True)
 class StateForm:
-    """`splits`: the master is the weight and a remainder. `coded`: 8-bit moments. `extra`: AMSGrad's maximum,
-    or SGD's momentum. `weight`: the dtype of the compute weights, where they rest beside the state: on the
-    disk, in front of it, in whole blocks of direct I/O, so that a forward reads them alone."""
+    """`update`: what updates it, and `moments`: its arrays beside the master. `splits`: the master is the
+    weight and a remainder. `coded`: 8-bit moments. `weight`: the dtype of the compute weights, where they
+    rest beside the state: on the disk, in front of it, in whole blocks of direct I/O, so that a forward reads
+    them alone."""
 
-    kind: Literal["adam", "sgd"]
+    update: type[StateRows]
+    moments: tuple[str, ...]
     splits: bool = False
     coded: bool = False
-    extra: bool = False
     weight: torch.dtype | None = None
 
     def dtypes(self) -> dict[str, torch.dtype]:
         found = {"remainder": torch.int16} if self.splits else {"master": torch.float32}
-        if self.kind == "sgd":
-            return found | ({"momentum": torch.float32} if self.extra else {})
-        found["exp_avg"] = torch.int8 if self.coded else torch.float32
-        found["exp_avg_sq"] = torch.uint8 if self.coded else torch.float32
-        if self.extra:
-            found["max_exp_avg_sq"] = torch.float32
-        return found | ({"scales": torch.float32} if self.coded else {})
+        if self.coded:
+            return found | {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8, "scales": torch.float32}
+        return found | dict.fromkeys(self.moments, torch.float32)
+
+    @cached_property
+    def shown(self) -> dict[str, str]:
+        """What `optimizer.state` has: by its names there, the arrays."""
+        return {name: array for name, array in self.update.shown.items() if array in self.moments}
+
+    @cached_property
+    def lossy(self) -> bool:
+        """Whether no update of it can be taken back."""
+        return bool(self.update.lossy & set(self.dtypes()))
 
     def arrays(self, numel: int) -> dict[str, StateArray]:
         """In one stretch, each beginning at another offset within a page, as in `native.pages` and for the
@@ -103,31 +110,19 @@ class StateForm:
         """Bytes of that stretch, in whole blocks of direct I/O."""
         return grains(max(a.offset + a.nbytes for a in self.arrays(numel).values())) if numel else 0
 
-    def rows(self, tensors: Mapping[str, Tensor]) -> AdamRows | SgdRows:
-        return AdamRows(**tensors) if self.kind == "adam" else SgdRows(**tensors)
-
-    def over(self, memory: Tensor, numel: int) -> AdamRows | SgdRows:
+    def over(self, memory: Tensor, numel: int) -> StateRows:
         """The state in a stretch of bytes."""
         arrays = self.arrays(numel)
-        return self.rows({name: arrays[name].of(memory) for name in self.dtypes()})
+        return self.update(**{name: arrays[name].of(memory) for name in self.dtypes()})
 
-    def zeros(self, numel: int) -> AdamRows | SgdRows:
+    def zeros(self, numel: int) -> StateRows:
         """Fresh state in host memory."""
         dtypes = self.dtypes()
         scales = dtypes.pop("scales", None)
         tensors = dict(zip(dtypes, allocate(numel, list(dtypes.values())), strict=True))
         if scales is not None:
             tensors["scales"] = torch.zeros(moments8.scale_count(numel), dtype=scales)
-        return self.rows(tensors)
-
-
-# Moments as torch's optimizers name them, and as the kernels do.
-MOMENTS = {
-    "exp_avg": "exp_avg",
-    "exp_avg_sq": "exp_avg_sq",
-    "max_exp_avg_sq": "max_exp_avg_sq",
-    "momentum_buffer": "momentum",
-}
+        return self.update(**tensors)
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ class StepRange:
 
     start: int
     stop: int
-    step: AdamStep | SgdStep
+    step: HostStep
 
 
 @dataclass(frozen=True)
@@ -376,7 +371,7 @@ class OffloadGroup(GuardedState):
     numel: int
     group: dict[str, Any]  # the optimizer's, for its hyperparameters
     form: StateForm
-    state: AdamRows | SgdRows | None  # None: on the disk
+    state: StateRows | None  # None: on the disk
     targets: list[Tensor]  # flat
     grad_dtype: torch.dtype
     counted: list[bool]  # whether this rank counts the parameter towards the global norm
@@ -393,7 +388,7 @@ class OffloadGroup(GuardedState):
 
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.params)  # updates that each parameter has had
-        self._shares: dict[tuple[int, int], AdamRows | SgdRows] = {}
+        self._shares: dict[tuple[int, int], StateRows] = {}
         self.shown_steps: list[Tensor] = []  # the same, as `optimizer.state` shows it
 
     @cached_property
@@ -414,7 +409,7 @@ class OffloadGroup(GuardedState):
     # ------------------------------------------------------------------ the state, wherever it rests
 
     @property
-    def rows(self) -> AdamRows | SgdRows:
+    def rows(self) -> StateRows:
         """The state, which is in memory now."""
         assert self.state is not None
         return self.state
@@ -450,7 +445,7 @@ class OffloadGroup(GuardedState):
             raise
         self.leave(write)
 
-    def share(self, start: int, stop: int) -> AdamRows | SgdRows:
+    def share(self, start: int, stop: int) -> StateRows:
         """The state of some elements; cut once, as the same shares are asked for every step."""
         if self.disk is not None:
             return self.rows.rows(start, stop)  # in another frame every time
@@ -520,7 +515,7 @@ class OffloadGroup(GuardedState):
         left out, as torch's optimizers leave out those without a gradient."""
         found: list[StepRange] = []
         scales = [scale] * len(self.spans) if isinstance(scale, float) else list(scale)
-        made: dict[tuple[int, float], AdamStep | SgdStep] = {}  # most have had equally many
+        made: dict[tuple[int, float], HostStep] = {}  # most have had equally many
         for index, ((start, _), end) in enumerate(zip(self.spans, self._ends, strict=True)):
             if not self.update.used[index]:
                 continue
@@ -532,39 +527,13 @@ class OffloadGroup(GuardedState):
                 found.append(StepRange(start, end, step))
         return found
 
-    def _step(self, count: int, scale: float) -> AdamStep | SgdStep:
-        group = self.group
-        lr = float(group["lr"])
-        if self.form.kind == "adam":
-            beta1, beta2 = (float(b) for b in group["betas"])
-            return AdamStep(
-                lr=lr,
-                step=count,
-                beta1=beta1,
-                beta2=beta2,
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                decoupled=bool(group["decoupled_weight_decay"]),
-                maximize=bool(group["maximize"]),
-                grad_scale=scale,
-            )
-        return SgdStep(
-            lr=lr,
-            momentum=float(group["momentum"]),
-            dampening=float(group["dampening"]),
-            first=count == 1,
-            weight_decay=float(group["weight_decay"]),
-            nesterov=bool(group["nesterov"]),
-            maximize=bool(group["maximize"]),
-            grad_scale=scale,
-        )
+    def _step(self, count: int, scale: float) -> HostStep:
+        return self.form.update.step_of(self.group, count, scale)
 
     @property
     def reversible(self) -> bool:
-        """Whether the state before the next update can be told from the one after it. 8-bit moments cannot be
-        taken back to their exact codes, nor AMSGrad's maximum to the one before."""
-        lossy = self.coded or "max_exp_avg_sq" in self.form.dtypes()
-        return not lossy and self._step(1, 1.0).invertible
+        """Whether the state before the next update can be told from the one after it."""
+        return not self.form.lossy and self._step(1, 1.0).invertible
 
     @property
     def leap(self) -> float:
@@ -584,7 +553,7 @@ class OffloadGroup(GuardedState):
         """One parameter's state as torch's optimizer names it. Moments that are 8-bit or on the disk are
         shown where they come along."""
         at, n = self.spans[index]
-        found = {"step": self.shown_steps[index]} if self.form.kind == "adam" else {}
+        found = {"step": self.shown_steps[index]} if self.form.update.counts else {}
         flat = moments if moments is not None else self._moments() if self.visible else {}
         return found | {
             key: tensor[at : at + n].view(self.params[index].local.shape) for key, tensor in flat.items()
@@ -598,7 +567,7 @@ class OffloadGroup(GuardedState):
             state = states.get(param.sharded_param, {})
             found = [(state.get(key), start + at * width) for key, (start, width) in places.items() if n]
             same = all(isinstance(t, Tensor) and t.data_ptr() == place for t, place in found)
-            if not same or (self.form.kind == "adam" and state.get("step", -1) != count):
+            if not same or (self.form.update.counts and state.get("step", -1) != count):
                 return param
         return None
 
@@ -620,10 +589,10 @@ class OffloadGroup(GuardedState):
     @property
     def moments(self) -> dict[str, str]:
         """The moments that this part has: torch's name → the kernels'."""
-        return {shown: name for shown, name in MOMENTS.items() if name in self.form.dtypes()}
+        return self.form.shown
 
     def _moments(self) -> dict[str, Tensor]:
-        return {shown: getattr(self.rows, name) for shown, name in self.moments.items()}
+        return {shown: getattr(self.rows, name) for shown, name in self.form.shown.items()}
 
     def decoded(self) -> dict[str, Tensor]:
         """The moments in fp32, flat; the state's own memory unless they are 8-bit or on the disk."""
@@ -631,9 +600,7 @@ class OffloadGroup(GuardedState):
             found = self._moments()
             if not self.coded:
                 return found if self.disk is None else {key: t.clone() for key, t in found.items()}
-            assert isinstance(self.rows, AdamRows)
-            assert self.rows.scales is not None
-            pair = moments8.decode(self.rows.exp_avg, self.rows.exp_avg_sq, self.rows.scales)
+            pair = moments8.decode(*self._codes())
             return dict(zip(("exp_avg", "exp_avg_sq"), (t.reshape(-1) for t in pair), strict=True))
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
@@ -643,8 +610,9 @@ class OffloadGroup(GuardedState):
             for key, tensor in flat.items():
                 if isinstance(state.get(key), Tensor):
                     tensor[at : at + n].copy_(ShardedTensors.local(state[key]).reshape(-1))
-            # SGD keeps no count; whether there was a first step is all that it needs.
-            self.steps[index] = int(state.get("step", isinstance(state.get("momentum_buffer"), Tensor)))
+            # Where no count is kept, all that matters is whether there was a first step.
+            begun = any(isinstance(state.get(key), Tensor) for key in self.moments)
+            self.steps[index] = int(state.get("step", begun)) if self.form.update.counts else int(begun)
             self.shown_steps[index].fill_(self.steps[index])
         with self.lent(write=True):
             if self.coded:
@@ -655,12 +623,13 @@ class OffloadGroup(GuardedState):
 
     def load_codes(self, codes: Sequence[Tensor]) -> None:
         """8-bit moments and their scales, bit for bit. The state is in memory."""
+        for stored, code in zip(self._codes(), codes, strict=True):
+            stored.copy_(code)
+
+    def _codes(self) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(self.rows, AdamRows)
         assert self.rows.scales is not None
-        for stored, code in zip(
-            (self.rows.exp_avg, self.rows.exp_avg_sq, self.rows.scales), codes, strict=True
-        ):
-            stored.copy_(code)
+        return self.rows.exp_avg, self.rows.exp_avg_sq, self.rows.scales
 
     def clear(self, index: int) -> None:
         """One parameter as before its first update."""

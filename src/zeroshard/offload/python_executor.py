@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import StateError, TierError
-from zeroshard.kernels import AdamRows, HostRoundTrip, ThreadTeam, Workers, adam_update, sgd_update
+from zeroshard.kernels import HostRoundTrip, ThreadTeam, Workers, update_rows
 from zeroshard.kernels.threads import KernelTaker
 from zeroshard.layout.specs import share_of
 from zeroshard.tiers import CopyMark, DiskPager, StagingArena, StagingPlace, TierCopies
@@ -49,10 +49,9 @@ def tasks_of(
         for start in range(run.start, run.stop, share):
             stop = min(start + share, run.stop)
             state = part.share(start, stop)
-            update: Callable[..., None] = adam_update if isinstance(state, AdamRows) else sgd_update
             whole = stop - start == part.numel
             rows = (grad, weight) if whole else (grad[start:stop], weight[start:stop])
-            tasks.append(partial(update, state, *rows, step, taken=taken, team=by, bound=job.bound))
+            tasks.append(partial(update_rows, state, *rows, step, taken=taken, team=by, bound=job.bound))
     return tasks
 
 

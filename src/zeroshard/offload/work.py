@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zeroshard.kernels import AdamStep, Bound, CopyEvents, CopySpec, SgdStep
+from zeroshard.kernels import Bound, CopyEvents, CopySpec, HostStep
 from zeroshard.params.sharded_param import BackgroundReader
 from zeroshard.tiers import CopyMark, StagingPlace, TierCopies
 
@@ -44,7 +44,7 @@ class HostUpdate:
     bound: Bound | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
-    def steps(self) -> list[tuple[StepRange, AdamStep | SgdStep | None, AdamStep | SgdStep | None]]:
+    def steps(self) -> list[tuple[StepRange, HostStep | None, HostStep | None]]:
         """Elements, what is done with them, and what is taken back before. The two differ in the gradient's
         scale alone, so they cover the same elements."""
         runs, taken = self.ranges, self.taken
@@ -128,7 +128,8 @@ def travels(part: OffloadGroup, copies: TierCopies) -> bool:
     """Whether C code can carry its updates: nothing has to be done between the copies and the update. A page
     has to be waited for, and padding of 8-bit moments cleared; weights that rest on the host are not sent."""
     near = part.targets[0].device.type == copies.device.type
-    return copies.native and part.disk is None and not part.coded and near
+    kernel = part.form.update.kernel != ""
+    return copies.native and part.disk is None and not part.coded and near and kernel
 
 
 def count_of(job: HostUpdate) -> int:

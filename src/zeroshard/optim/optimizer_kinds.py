@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ModelError, StateError
+from zeroshard.kernels import host_update_of, is_registered
 from zeroshard.layout.specs import OptimizerRule
 
 # Optimizers of torch that treat every element alone, so that they may work on any rows. All others get whole
@@ -31,17 +32,18 @@ ELEMENTWISE = frozenset(
         "ASGD",
     )
 )
-KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # that the native kernels run
 
 
 def rows_suffice(optimizer: Optimizer) -> bool:
-    """Whether the optimizer gives the same result on any slice of rows as on the whole tensor."""
-    return type(optimizer) in ELEMENTWISE or getattr(type(optimizer), "elementwise", False) is True
+    """Whether the optimizer gives the same result on any slice of rows as on the whole tensor. One that the
+    host updates does."""
+    kind = type(optimizer)
+    return kind in ELEMENTWISE or getattr(kind, "elementwise", False) is True or is_registered(optimizer)
 
 
 def rule_of(optimizer: Optimizer) -> OptimizerRule:
     """What a division of its parameters depends on. What it keeps of them is not said: nothing steps."""
-    kernel = type(optimizer) in KERNELS
+    kernel = host_update_of(optimizer) is not None
     return OptimizerRule(type(optimizer).__name__, 0, rows_suffice(optimizer), kernel=kernel)
 
 

@@ -20,9 +20,12 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.kernels import StateRows, update_rows
+
 STEPS = 8  # after so many, step sizes that are found while training have left their beginnings
 CORNER, EACH = 4, 2  # the longest side of a copy, and how many are made of each number of dimensions
 SHARE = 1e-3  # of how far a parameter has moved; what depends on others moves it elsewhere by more
+NEAR = 3e-5  # the same, of what computes the same but for rounding
 _PLAIN = (int, float, bool, str, tuple, list, type(None))
 _OWN = ("step", "zero_grad", "add_param_group")  # what schedulers replace on an optimizer
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -85,6 +88,39 @@ def passes_on(wrapper: Optimizer, inner: Optimizer) -> bool:
         mine, its = (_trained(wrapper, chosen, inside=inside) for inside in (False, True))
         return not any(_differ(mine, its, index) for index in range(len(chosen)))
     return True
+
+
+def follows(optimizer: Optimizer, update: type[StateRows]) -> bool:
+    """Whether a few steps of an optimizer are those of the host's update, as far as that can be tried."""
+    with _undisturbed():
+        noise = torch.Generator().manual_seed(2)
+        copies = {id(param): _corner(param, noise, 1e-2) for param in _chosen(optimizer)}
+        template = _template(optimizer, copies)
+        members = [(group, param) for group in template.param_groups for param in group["params"]]
+        rows = []
+        for group, param in members:
+            arrays = {name: torch.zeros(param.numel()) for name in update.arrays(group)}
+            rows.append(update(**arrays | {"master": param.detach().float().flatten().clone()}))
+        first = [own.master.clone() for own in rows if own.master is not None]
+        step = getattr(type(template).step, "__wrapped__", type(template).step)
+        for number in range(STEPS):
+            for own, (group, param) in zip(rows, members, strict=True):
+                param.grad = torch.randn(param.shape, generator=noise).to(param)
+                update_rows(own, param.grad.float().flatten(), None, update.step_of(group, number + 1, 1.0))
+            try:
+                step(template)
+            except Exception:  # as in `try_out`
+                return True
+        return all(_near(*each) for each in zip(members, rows, first, strict=True))
+
+
+def _near(member: tuple[dict[str, Any], Tensor], own: StateRows, first: Tensor) -> bool:
+    """But for rounding, which is larger in what is trained in 16 bits."""
+    param = member[1].detach().flatten()
+    assert own.master is not None
+    apart, moved = (own.master - param.float()).abs().max(), (own.master - first).abs().max()
+    rounding = STEPS * torch.finfo(param.dtype).eps * float(own.master.abs().max())
+    return bool(apart <= NEAR * moved + rounding)
 
 
 @dataclass(frozen=True)
@@ -175,11 +211,11 @@ def numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-def _corner(param: Tensor, noise: torch.Generator) -> nn.Parameter:
+def _corner(param: Tensor, noise: torch.Generator, size: float = 1e-3) -> nn.Parameter:
     """Small values: what moves them by a millionth shall be seen."""
     shape = [min(side, CORNER) for side in param.shape]
     dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
-    return nn.Parameter((1e-3 * torch.randn(shape, generator=noise)).to(dtype))
+    return nn.Parameter((size * torch.randn(shape, generator=noise)).to(dtype))
 
 
 def _template(optimizer: Optimizer, copies: dict[int, nn.Parameter]) -> Optimizer:

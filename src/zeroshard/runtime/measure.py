@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Transport
 from zeroshard.errors import OptionError
-from zeroshard.kernels import AdamRows, AdamStep, ThreadTeam, adam_update, usable_cores
+from zeroshard.kernels import AdamRows, AdamStep, ThreadTeam, update_rows, usable_cores
 from zeroshard.machine import Machine
 from zeroshard.planner.operations import OperationCost
 from zeroshard.tiers import pinned
@@ -231,7 +231,7 @@ def _update_rate(numel: int, count: int, threads: int, repeats: int, device: tor
     def carry(place: int) -> None:
         grad, weight = places[:, place]
         for rows in parts[place::PLACES]:
-            adam_update(rows, grad, weight, step, team=team)
+            update_rows(rows, grad, weight, step, team=team)
 
     def transfer_worker(place: int) -> None:
         for _ in range(repeats):
@@ -331,9 +331,9 @@ def _drag(small: _SmallProbe, threads: int, numel: int = 2**26) -> float:
 
     def updates() -> None:
         while going:
-            adam_update(rows, grad, weight, step, team=team)
+            update_rows(rows, grad, weight, step, team=team)
 
-    adam_update(rows, grad, weight, step, team=team)  # the first touch of the memory is slow
+    update_rows(rows, grad, weight, step, team=team)  # the first touch of the memory is slow
     shares = []
     try:
         for _ in range(GOES + 1):

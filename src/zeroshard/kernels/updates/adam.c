@@ -5,29 +5,15 @@
  * fused multiply-add), so that the torch fallback gives the same bits and an element's result does not
  * depend on its place.
  */
-#ifndef ZEROSHARD_ADAM_H
-#define ZEROSHARD_ADAM_H
-
-#include "moments8.h"
+#include "../moments8.h"
+#include "update.h"
 
 struct adam {
-    int64_t count;
-    float *master;        /* or NULL: the master is weight + remainder */
-    int16_t *remainder;   /* with weight_kind SPLIT */
-    void *exp_avg;        /* float, or int8 codes where scales is set */
-    void *exp_avg_sq;     /* float, or uint8 codes */
-    float *peak;          /* max_exp_avg_sq, or NULL */
-    float *scales;        /* of 8-bit moments, or NULL */
-    const void *grad;
-    void *weight;
-    int32_t grad_kind, weight_kind;
-    int32_t coupled;      /* weight decay is added to the gradient (Adam), not taken off the weight (AdamW) */
-    uint32_t salt;        /* of the rounding of 8-bit moments */
+    struct update rows;   /* states: exp_avg and exp_avg_sq, float or 8-bit codes; max_exp_avg_sq, or NULL */
     float grad_scale, lerp, beta2, gain2, stride, bias, eps, decay;
-    int32_t first;        /* the moments held nothing before this step */
-    const struct adam *taken; /* the numbers of a step that is taken back first, or NULL */
-    const float *size;    /* nothing is updated unless it is `most` or less, or it is NULL */
-    float most;
+    int32_t coupled;      /* weight decay is added to the gradient (Adam), not taken off the weight (AdamW) */
+    int32_t step;         /* before the first one the moments held nothing */
+    uint32_t salt;        /* of the rounding of 8-bit moments */
 };
 
 struct cell { float p, m, v; };
@@ -45,28 +31,29 @@ INLINE struct cell adam_cell(const struct adam *a, float p, float m, float v, fl
  * where the arrays share cache sets. */
 INLINE void adam_stream(const struct adam *call, const int grad_kind, const int weight_kind) {
     const struct adam a = *call;
-    float *master = a.master, *exp_avg = a.exp_avg, *exp_avg_sq = a.exp_avg_sq;
-    uint16_t *halves = a.weight;
+    float *master = a.rows.master, *exp_avg = a.rows.states[0], *exp_avg_sq = a.rows.states[1];
+    int16_t *remainder = a.rows.remainder;
+    uint16_t *halves = a.rows.weight;
     INDEPENDENT
-    for (int64_t i = 0; i < a.count; i++) {
-        const float g = load(grad_kind, a.grad, i) * a.grad_scale;
-        const float p = weight_kind == SPLIT ? as_float(join_bits(halves[i], a.remainder[i])) : master[i];
+    for (int64_t i = 0; i < a.rows.count; i++) {
+        const float g = load(grad_kind, a.rows.grad, i) * a.grad_scale;
+        const float p = weight_kind == SPLIT ? as_float(join_bits(halves[i], remainder[i])) : master[i];
         const struct cell next = adam_cell(&a, p, exp_avg[i], exp_avg_sq[i], g);
         exp_avg[i] = next.m;
         exp_avg_sq[i] = next.v;
         if (weight_kind == SPLIT) {
             halves[i] = split_weight(as_bits(next.p));
-            a.remainder[i] = (int16_t)as_bits(next.p);
+            remainder[i] = (int16_t)as_bits(next.p);
         } else {
             master[i] = next.p;
-            store(weight_kind, a.weight, i, next.p);
+            store(weight_kind, a.rows.weight, i, next.p);
         }
     }
 }
 
 INLINE int adam_streams(const struct adam *a) {
-    if (a->coupled || a->peak || a->scales || !(a->lerp < 0.5f)) return 0;
-    switch (a->grad_kind * 8 + a->weight_kind) {
+    if (a->coupled || a->rows.states[2] || a->rows.scales || !(a->lerp < 0.5f)) return 0;
+    switch (a->rows.grad_kind * 8 + a->rows.weight_kind) {
 #define STREAM(grad, weight) case grad * 8 + weight: adam_stream(a, grad, weight); return 1;
 #define STREAMS(grad) STREAM(grad, F32) STREAM(grad, BF16) STREAM(grad, F16) \
                       STREAM(grad, NONE) STREAM(grad, BF16_AWAY) STREAM(grad, SPLIT)
@@ -126,7 +113,7 @@ INLINE void adam_back(const struct adam *call, float *RESTRICT p, float *RESTRIC
     const double shrunk = coupled ? 1.0 : decay;
     const double share = beta2 > 0.0 ? rest * rest / beta2 : 1.0, kept = beta2 > 0.0 ? beta2 : 1.0;
     const double least = share < 1.0 ? gain2 * (1.0 - share) / (lerp * lerp) : 0.0;
-    const int first = call->first || !(beta2 > 0.0);
+    const int first = call->step == 1 || !(beta2 > 0.0);
     for (int64_t i = 0; i < n; i++) {
         const double mean = m[i], square = v[i];
         const double before = (p[i] - stride * mean / (sqrt(square) / bias + eps)) / shrunk;
@@ -135,42 +122,45 @@ INLINE void adam_back(const struct adam *call, float *RESTRICT p, float *RESTRIC
         const double older = pick_double(fabs(part) <= 0x1p-23 * fabs(mean), 0.0, part) / rest;
         const double left = (square - gain2 * grad * grad) / kept, floor = older * older * least;
         p[i] = (float)before;
-        m[i] = call->first ? 0.0f : (float)older;
+        m[i] = call->step == 1 ? 0.0f : (float)older;
         v[i] = first ? 0.0f : (float)pick_double(left < floor, floor, left);
     }
 }
 
 INLINE void adam_pass(const struct adam *a, const int updates) {
     ALIGNED float g[BLOCK], p[BLOCK], m[BLOCK], v[BLOCK];
-    for (int64_t start = 0; start < a->count; start += BLOCK) {
-        const int64_t n = a->count - start < BLOCK ? a->count - start : BLOCK;
-        float *means = a->scales ? m : (float *)a->exp_avg + start;
-        float *squares = a->scales ? v : (float *)a->exp_avg_sq + start;
-        int8_t *codes = (int8_t *)a->exp_avg + start;
-        uint8_t *square_codes = (uint8_t *)a->exp_avg_sq + start;
-        float *scales = a->scales ? a->scales + 3 * (start / BLOCK) : 0;
-        const void *grad = at(a->grad, a->grad_kind, start);
-        open_master(p, a->master, a->weight, a->remainder, start, n);
+    const struct update *rows = &a->rows;
+    const struct adam *taken = rows->taken;
+    for (int64_t start = 0; start < rows->count; start += BLOCK) {
+        const int64_t n = rows->count - start < BLOCK ? rows->count - start : BLOCK;
+        float *means = rows->scales ? m : (float *)rows->states[0] + start;
+        float *squares = rows->scales ? v : (float *)rows->states[1] + start;
+        float *peak = rows->states[2] ? (float *)rows->states[2] + start : 0;
+        int8_t *codes = (int8_t *)rows->states[0] + start;
+        uint8_t *square_codes = (uint8_t *)rows->states[1] + start;
+        float *scales = rows->scales ? rows->scales + 3 * (start / BLOCK) : 0;
+        open_rows(rows, p, start, n);
         if (scales) decode_moments(m, v, codes, square_codes, scales, n);
-        if (a->taken) {
-            widen(g, a->grad_kind, grad, n, a->taken->grad_scale);
-            if (a->taken->coupled) adam_back(a->taken, p, means, squares, g, n, 1);
-            else adam_back(a->taken, p, means, squares, g, n, 0);
+        if (taken) {
+            open_grad(rows, g, taken->grad_scale, start, n);
+            if (taken->coupled) adam_back(taken, p, means, squares, g, n, 1);
+            else adam_back(taken, p, means, squares, g, n, 0);
         }
         if (updates) {
-            widen(g, a->grad_kind, grad, n, a->grad_scale);
-            adam_variant(a, p, means, squares, a->peak ? a->peak + start : 0, g, n);
+            open_grad(rows, g, a->grad_scale, start, n);
+            adam_variant(a, p, means, squares, peak, g, n);
         }
         if (scales) encode_moments(codes, square_codes, scales, m, v, n, a->salt);
-        close_master(p, a->master, a->weight, a->remainder, a->weight_kind, start, n);
+        close_rows(rows, p, start, n);
     }
 }
 
 INLINE void adam_body(struct adam *a) {
-    if (too_large(a->size, a->most)) adam_pass(a, 0);
-    else if (a->taken || !adam_streams(a)) adam_pass(a, 1);
+    if (left_out(&a->rows)) adam_pass(a, 0);
+    else if (a->rows.taken || !adam_streams(a)) adam_pass(a, 1);
 }
 
 INLINE void adam_back_body(struct adam *a) { adam_pass(a, 0); }
 
-#endif
+DEFINE(adam, adam)
+DEFINE(adam_back, adam)
