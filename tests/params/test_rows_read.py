@@ -334,7 +334,5 @@ class Unasked(Tensor):
 def test_a_torch_that_asks_neither_subclass_nor_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch_rules, "_rules", {})
     monkeypatch.setattr(dispatch_rules, "renew", lambda: None)
-    with pytest.raises(
-        zs.StateError, match=r"without asking the subclass.*Take torch 2.11 to 2.15"
-    ):
+    with pytest.raises(zs.StateError, match=r"without asking the subclass.*Take torch 2.11 to 2.15"):
         dispatch_rules.be_asked(torch.ones(2).as_subclass(Unasked))
