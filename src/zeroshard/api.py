@@ -127,7 +127,7 @@ def _sharded(
         optimizers = asked.optimizers
         _agree(model, asked, transport)
         first = FirstValues.of(model, asked.weights, there, transport)
-        begun.callback(first.give_up)
+        begun.callback(first.close)
         guard = asked.request.guard(model, optimizers, asked.options, transport)
         chosen = guard.options if guard is not None else _suited(asked, transport)
         _try_out(optimizers, chosen, transport)
@@ -138,7 +138,7 @@ def _sharded(
         builder = RuntimeBuilder(
             model, optimizers, chosen, transport, sharded_tensors, there, placement, first
         )
-        begun.callback(builder.give_up)
+        begun.push(builder.give_up)
         if guard is not None:
             begun.callback(guard.release)
             guard.hold(model, builder.ledger)
@@ -152,6 +152,7 @@ def _sharded(
         _take_buffers(model, runtime)
         transport.barrier("the end of shard()")
         begun.pop_all()  # it stands, on all ranks: nothing is undone
+    builder.conclude()
     return Run(
         model, runtime, hooks, CheckpointKeeper(model, runtime, partial(_peers, group, transport)), guard
     )

@@ -259,6 +259,7 @@ class Heard(logging.Handler):
 
 def warned(kind: Any, stage: int, seeds: list[int] | None) -> list[str]:
     """What is said while ranks train: each on batches of its own, or on those of these seeds."""
+    torch.manual_seed(0)  # or ranks would differ, and say so, where tests before have drawn
     heard, model = Heard(), Net()
     optimizer = kind(model.parameters())
     run = zs.shard(model, optimizer, stage=stage)

@@ -130,18 +130,6 @@ def test_a_model_left_on_the_cpu_beside_gpus_is_told_of(
     assert len(caplog.records) == told
 
 
-def test_a_failure_on_the_way_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(FirstValues, "moves", lambda self, value: not value.is_meta)
-    model = Net()
-    values = FirstValues(model, torch.device("cpu"))
-    values.release(model.scale)
-    assert model.scale.isnan()
-    values.give_up()
-    assert "shard() failed when it had taken the values of 1 parameters: build the model again" in caplog.text
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("offload", [None, zs.Offload()])

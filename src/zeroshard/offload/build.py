@@ -486,9 +486,13 @@ class OffloadedState:
             self._guard = ParamGuard(before_use)
             self.updates.waits = not self._guard.take(params)
 
-    def close(self) -> None:
-        """The scratch file goes; nothing reads it any more. Parameters are plain again."""
+    def unguard(self) -> None:
+        """Parameters are plain again."""
         if self._guard is not None:
             self._guard.give_back()
+
+    def close(self) -> None:
+        """The scratch file goes; nothing reads it any more. Parameters are plain again."""
+        self.unguard()
         if self.paging is not None:
             self.paging.close()

@@ -65,6 +65,7 @@ from zeroshard.tiers.ledger import MemoryLedger
 from .first_values import FirstValues
 from .optimizer_state import renew_state
 from .runtime import Runtime
+from .undo import ShardUndo, TakenValue
 from .unit import RunningUnit, unsharded_param_of
 
 
@@ -186,6 +187,7 @@ class RuntimeBuilder:
         self.model, self.optimizers, self.options = model, list(optimizers), options
         self.transport, self.device, self.placement = transport, device, placement
         self.first = first
+        self._undo = ShardUndo(model, self.optimizers)
         self.ledger = MemoryLedger()
         self.sharded_tensors = sharded_tensors
         self.copies = TierCopies(device)
@@ -200,6 +202,7 @@ class RuntimeBuilder:
 
     def build(self, init: Init | None) -> Runtime:
         units = find_units(self.model, self.options.units)
+        self._undo.begin(units, self.first.buffers)
         self.layout = self._divide(units)
         if self.host is not None:
             parameters = {t.name: t.parameter for unit in units for t in unit.param_refs}
@@ -227,9 +230,6 @@ class RuntimeBuilder:
             self.runtime.updates.append(update)
         for param in params:
             param.stand(param.sharded_param)
-            if param.original is not param.sharded_param:
-                retire(param.original)
-            del param.original
         for param in params:
             param.add_up_in(torch_dtype(self.layout.grad_dtypes(self.layout.params[param.name])[0]))
         self.runtime.adopt_strategy(self._sync_strategy(params))
@@ -238,12 +238,25 @@ class RuntimeBuilder:
             self.runtime.adopt_parts(self.host.parts)
         return self.runtime
 
-    def give_up(self) -> None:
-        """Building has failed: end the threads that were begun, and let the scratch file go."""
+    def conclude(self) -> None:
+        """It stands on all ranks: what it has replaced goes."""
+        for param in self.runtime.params:
+            if param.original is not param.sharded_param:
+                retire(param.original)
+            del param.original
+
+    def give_up(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Building has failed: put back what was taken, end the threads that were begun, and let the scratch
+        file go."""
         if self.host is not None:
             if self.host.updates is not None:
                 self.host.updates.close()
-            self.host.close()
+            self.host.unguard()
+        try:
+            self._undo.undo(error)
+        finally:
+            if self.host is not None:
+                self.host.close()
 
     # ------------------------------------------------------------------ layout
 
@@ -303,6 +316,8 @@ class RuntimeBuilder:
                 local[index] if local[index].data_ptr() != compute[index].data_ptr() else None,
             )
             _store(fresh, param_ref, slot.rows(transport.rank), targets, masters.get(param_ref.name))
+            here = slot.rows(transport.rank) == (0, slot.height)  # all of it
+            self._taking(param_ref, targets[0], local[index] if here else None, masters.get(param_ref.name))
             unsharded_param = unsharded_param_of(
                 full[index] if full is not None else gather_group.blank(index),
                 param_ref.parameter.requires_grad,
@@ -322,6 +337,13 @@ class RuntimeBuilder:
                 param.share_count()
             fresh.done(param_ref, sharded_param)
         return gather_group
+
+    def _taking(
+        self, param_ref: ParamRef, whole: Tensor | None, local: Tensor | None, master: MasterRows | None
+    ) -> None:
+        """Its values are about to be let go. Those that files gave are not the user's own."""
+        read = self.first.stored(param_ref.parameter)
+        self._undo.taking(TakenValue(param_ref, None if read else whole, None if read else local, master))
 
     # ------------------------------------------------------------------ the sync strategy
 

@@ -6,7 +6,6 @@ unit that they belong to is built.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from zeroshard.errors import CheckpointError, RankError
 from .rank_agreement import together
 
 CHUNK = 16 << 20  # bytes of a tensor that move to another device at once
-log = logging.getLogger("zeroshard")
 _LISTED = 8  # names of each kind in an error
 
 
@@ -47,7 +45,6 @@ class FirstValues:
         self._stored: dict[int, StoredTensor] = {}  # by id of a parameter or buffer
         self._buffers: list[NamedTensor] = []
         self._files = ExitStack()
-        self.released = 0  # parameters of the user's whose memory was let go
 
     @classmethod
     def of(
@@ -69,15 +66,10 @@ class FirstValues:
     def close(self) -> None:
         self._files.close()
 
-    def give_up(self) -> None:
-        """`shard()` has failed: say so where the user's model is no longer whole."""
-        self.close()
-        if self.released:
-            log.error(
-                "shard() failed when it had taken the values of %d parameters: build the model again, those "
-                "are NaN.",
-                self.released,
-            )
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those that come from files."""
+        return [tensor.value for tensor in self._buffers]
 
     # ------------------------------------------------------------------ names
 
@@ -156,7 +148,6 @@ class FirstValues:
         parameter.data = torch.full((), nothing, dtype=parameter.dtype, device=parameter.device).expand(
             parameter.shape
         )
-        self.released += 1
 
     @torch.no_grad()
     def fill_buffers(self, model: nn.Module) -> None:
