@@ -63,7 +63,7 @@ def test_it_returns_at_once_and_takes_the_values_of_that_moment(tmp_path: Path) 
 def test_originals_may_change_once_they_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves of tensors that change right after; the copy's memory is used again."""
     monkeypatch.setattr("zeroshard.checkpoint.staging.CHUNK", 100)
-    monkeypatch.setattr("zeroshard.checkpoint.staging.FILE_LIMIT", 3000)
+    monkeypatch.setattr("zeroshard.checkpoint.ranges.FILE_LIMIT", 3000)
     full = model()
     saver = Saver(NoPeers())
     places = set()

@@ -83,7 +83,7 @@ def test_one_flipped_bit_anywhere_is_found(shelf: Path) -> None:
 
 
 def test_a_flipped_bit_in_data_names_tensor_and_rows(shelf: Path) -> None:
-    entry = read_manifest(shelf / "2").by_slot["model", "embed.weight"]
+    entry = read_manifest(shelf / "2").by_name["model"]["embed.weight"]
     flip(shelf / "2" / FILE, entry.spans[0].offset + 5)
     assert "rows 0 to 50 of `embed.weight` (parameter) do not match their checksum" in refusal(shelf / "2")
     report = verify(shelf / "2")
@@ -93,7 +93,7 @@ def test_a_flipped_bit_in_data_names_tensor_and_rows(shelf: Path) -> None:
 
 def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path: Path) -> None:
     save_as(tmp_path / "1", model(), 2)
-    entry = read_manifest(tmp_path / "1").by_slot["model", "embed.weight"]
+    entry = read_manifest(tmp_path / "1").by_name["model"]["embed.weight"]
     flip(tmp_path / "1" / "rank-00001-of-00002.safetensors", entry.spans[1].offset)
     full = blank(model())
     texts = {str(r) for r in ranks(2, lambda p: load(tmp_path / "1", RunSnapshot(held(full, p.rank, 2)), p))}

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from zeroshard.checkpoint.ranges import SHARE, WriteTask, assign, block_rows, into_files, merge, overlaps
+from zeroshard.checkpoint import HeldRows
+from zeroshard.checkpoint.ranges import SHARE, RankRows, assign, block_rows, into_files, merge, overlaps
+from zeroshard.checkpoint.ranges import describe as told
 from zeroshard.errors import CheckpointError
 
 
-def describe(
-    world: int, height: int, ranges: list[tuple[int, int]], width: int = 1
-) -> list[list[list[object]]]:
-    return [[["parameter", "w", [height, width], "float32", *ranges[rank]]] for rank in range(world)]
+def row(name: str, shape: tuple[int, ...], start: int, stop: int, kind: str = "parameter") -> HeldRows:
+    """Rows that a rank tells of, and that nobody reads."""
+    return HeldRows(name, kind, shape, "float32", (start, stop), None, None)
+
+
+def describe(world: int, height: int, ranges: list[tuple[int, int]], width: int = 1) -> list[dict[str, Any]]:
+    return [told([row("w", (height, width), *ranges[rank])]) for rank in range(world)]
 
 
 def test_every_row_is_written_exactly_once_however_ranks_hold_them() -> None:
@@ -33,9 +39,9 @@ def test_every_row_is_written_exactly_once_however_ranks_hold_them() -> None:
 
 
 def test_copies_are_shared_out_by_bytes() -> None:
-    large = [["parameter", "w", [4096, 1024], "float32", 0, 4096]]
-    small = [["parameter", f"b{i}", [100], "float32", 0, 100] for i in range(40)]
-    tasks = assign(merge([large + small] * 4), 4)
+    large = [row("w", (4096, 1024), 0, 4096)]
+    small = [row(f"b{i}", (100,), 0, 100) for i in range(40)]
+    tasks = assign(merge([told(large + small)] * 4), 4)
     rows = [sum(task.stop - task.start for task in mine if task.index == 0) for mine in tasks]
     assert rows == [1024] * 4
     assert [sum(1 for task in mine if task.index) for mine in tasks] == [10] * 4
@@ -54,24 +60,23 @@ def test_rows_outside_the_tensor_are_refused() -> None:
 
 
 def test_ranks_that_disagree_are_named() -> None:
-    one, other = ["parameter", "w", [4], "float32", 0, 2], ["parameter", "w", [5], "float32", 2, 5]
+    one, other = row("w", (4,), 0, 2), row("w", (5,), 2, 5)
     with pytest.raises(
         CheckpointError, match=r"`w`: it is a parameter of \(4,\) float32 on rank 0 .* on rank 1"
     ):
-        merge([[one], [other]])
+        merge([told([one]), told([other])])
     with pytest.raises(CheckpointError, match="a buffer of"):
-        merge([[one], [["buffer", *one[1:]]]])
+        merge([told([one]), told([row("w", (4,), 0, 2, "buffer")])])
 
 
 def test_files_are_cut_between_rows() -> None:
-    files = into_files(
-        [WriteTask(0, 0, 10), WriteTask(1, 5, 6), WriteTask(2, 0, 3)], widths=[4, 100, 0], limit=16
-    )
-    assert files == [
-        [WriteTask(0, 0, 4)],
-        [WriteTask(0, 4, 8)],
-        [WriteTask(0, 8, 10)],
-        [WriteTask(1, 5, 6), WriteTask(2, 0, 3)],
+    held = [row("a", (10, 1), 0, 10), row("b", (6, 25), 0, 6), row("c", (3, 0), 0, 3)]
+    tasks = [RankRows(0, 0, 0, 10), RankRows(0, 1, 5, 6), RankRows(0, 2, 0, 3)]
+    assert into_files(tasks, held, limit=16) == [
+        [RankRows(0, 0, 0, 4)],
+        [RankRows(0, 0, 4, 8)],
+        [RankRows(0, 0, 8, 10)],
+        [RankRows(0, 1, 5, 6), RankRows(0, 2, 0, 3)],
     ]
 
 

@@ -10,7 +10,7 @@ from checkpoint_ranks import ThreadPeers, all_good, blank, held, load_as, model,
 from safetensors import safe_open
 
 from zeroshard.checkpoint import HeldRows, NoPeers, RunSnapshot, load, read_manifest, save, verify
-from zeroshard.checkpoint.dtypes import DTYPE, as_bytes
+from zeroshard.checkpoint.records import DTYPE, as_bytes
 from zeroshard.errors import CheckpointError
 
 pytestmark = pytest.mark.threads
@@ -36,7 +36,7 @@ def test_small_blocks_chunks_and_files(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("zeroshard.checkpoint.staging.BLOCK", 96)
     monkeypatch.setattr("zeroshard.checkpoint.staging.CHUNK", 200)
     monkeypatch.setattr("zeroshard.checkpoint.loading.CHUNK", 200)
-    monkeypatch.setattr("zeroshard.checkpoint.staging.FILE_LIMIT", 500)
+    monkeypatch.setattr("zeroshard.checkpoint.ranges.FILE_LIMIT", 500)
     full = model()
     full["parameter", "wide"] = torch.randn(3, 300)
     save_as(tmp_path / "1", full, 2)

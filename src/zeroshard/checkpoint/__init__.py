@@ -2,18 +2,18 @@
 here imports it.
 
 A checkpoint is a folder of safetensors files and a manifest, and it exists if and only if its manifest does.
-The format: `records`, `ranges`, `values`, `dtypes`, `tensor_file`, `manifest`, and `untrusted` for what a
-file may claim. The folder: `durable_files`, `directory`, `locks`. What is done with it: `saving`, `staging`,
-`pacing`, `background`; `loading`, `verifying`, `exporting`; `sources` and `weights` read the files of others.
+The format: `records`, `values`, `tensor_file`, `manifest`, and `untrusted` for what a file may claim. The
+folder: `durable_files`, `directory`, `locks`. What is done with it: `saving`, by the plan of `ranges` and, in
+the background, through `staging` and `pacing`; `loading`, `verifying`, `exporting`; `sources` and `weights`
+read the files of others.
 """
 
-from .background import PendingSave, Saver
 from .directory import clean, latest
 from .exporting import ExportResult, export
 from .loading import load
 from .manifest import Manifest, read_manifest
 from .records import HeldRows, LoadResult, NoPeers, RunSnapshot, SavePeers, SaveResult
-from .saving import save
+from .saving import PendingSave, Saver, save
 from .sources import import_weights
 from .verifying import VerifyReport, verify
 from .weights import Weights

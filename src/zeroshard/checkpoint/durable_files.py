@@ -48,7 +48,7 @@ def exchange(one: Path, other: Path) -> bool:
     return done == 0
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes | bytearray) -> None:
     """A new file with this content, on the device when it returns."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:

@@ -15,9 +15,9 @@ from zeroshard.field_checks import check_flag
 from zeroshard.layout.sharding import buckets
 from zeroshard.sizes import show_apart
 
-from .dtypes import DTYPE, SIZE, as_bytes
 from .loading import CheckpointReader
 from .manifest import TensorEntry
+from .records import DTYPE, SIZE, as_bytes
 from .tensor_file import TensorFileWriter, header_of
 from .untrusted import os_error
 

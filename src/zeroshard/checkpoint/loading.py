@@ -20,15 +20,23 @@ from zeroshard.kernels import crc32, raw
 from zeroshard.sizes import show_apart
 
 from .directory import tensors_of
-from .dtypes import DTYPE, byte_view, convertible
 from .manifest import Manifest, RowSpan, TensorEntry, read_manifest
-from .ranges import block_rows, overlaps
-from .records import CHUNK, HeldRows, LoadResult, RunSnapshot, SavePeers, optional, slot
+from .ranges import METADATA, block_rows, overlaps
+from .records import (
+    CHUNK,
+    DTYPE,
+    HeldRows,
+    LoadResult,
+    RunSnapshot,
+    SavePeers,
+    byte_view,
+    convertible,
+    optional,
+)
 from .saving import AgreedError, together
-from .staging import METADATA
 from .tensor_file import (
     BlockThreads,
-    header_of,
+    header_parts,
     open_regular,
     parse_header,
     read_block,
@@ -47,6 +55,7 @@ class CheckpointReader:
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
         self.manifest = manifest if manifest is not None else read_manifest(path)
+        self._paths = [path / file.name for file in self.manifest.files]
         self._open: dict[int, int] = {}
         self._proven: set[int] = set()
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -72,8 +81,7 @@ class CheckpointReader:
         return self._open[number]
 
     def _prove(self, number: int) -> int:
-        known = self.manifest.files[number]
-        path = self.path / known.name
+        known, path = self.manifest.files[number], self._paths[number]
         try:
             fd = open_regular(path)
         except CheckpointError as error:
@@ -103,7 +111,7 @@ class CheckpointReader:
                 f"({tensors_of(self.manifest, number)})."
             )
         found = sorted(self.manifest.in_file(number), key=lambda item: item[1].offset)
-        if raw == _header_bytes(found):
+        if _is_header_of(raw, found):
             return
         # Of another release, or not ours.
         spots = parse_header(raw, os.fstat(fd).st_size, path)
@@ -160,16 +168,17 @@ class CheckpointReader:
         self, entry: TensorEntry, span: RowSpan, first: int, last: int, into: memoryview
     ) -> None:
         """Rows [first, last) of a span; `first` begins a block and `last` ends one."""
-        width, block = entry.row_bytes, block_rows(entry.row_bytes, self.manifest.block)
-        fd, path = self.file(span.file), self.path / self.manifest.files[span.file].name
+        width = entry.row_bytes
+        block, fd, path = block_rows(width, self.manifest.block), self.file(span.file), self._paths[span.file]
 
-        def read(row: int) -> tuple[int, int]:
-            chunk = into[(row - first) * width : (min(row + block, last) - first) * width]
-            return row, read_block(fd, chunk, span.offset + (row - span.start) * width, path)
-
-        for row, found in self._lanes.map(read, range(first, last, block)):
+        def read(row: int) -> None:
+            end = min(row + block, last)
+            chunk = into[(row - first) * width : (end - first) * width]
+            found = read_block(fd, chunk, span.offset + (row - span.start) * width, path)
             if found != span.sum((row - span.start) // block):
-                raise self._damaged(entry, path, row, min(row + block, last))
+                raise self._damaged(entry, path, row, end)
+
+        self._lanes.map(read, range(first, last, block))
 
     def fill(
         self, entry: TensorEntry, span: RowSpan, start: int, stop: int, place: torch.Tensor
@@ -196,7 +205,7 @@ class CheckpointReader:
 
         A block is proven when its last chunk has been given out.
         """
-        fd, path = self.file(span.file), self.path / self.manifest.files[span.file].name
+        fd, path = self.file(span.file), self._paths[span.file]
         block = block_rows(entry.row_bytes, self.manifest.block) * entry.row_bytes
         total = (span.stop - span.start) * entry.row_bytes
         if self._buffer.numel() < min(total, CHUNK):
@@ -229,13 +238,21 @@ class CheckpointReader:
         return tensor
 
 
-def _header_bytes(found: Sequence[tuple[TensorEntry, RowSpan]]) -> bytes:
-    """What a save writes in front of these."""
+def _is_header_of(raw: bytearray, found: Sequence[tuple[TensorEntry, RowSpan]]) -> bool:
+    """Whether these are the bytes that a save writes in front of these. Compared piece by piece: thousands
+    of tensors have long headers."""
     table = (
         (entry.key(span), entry.dtype, entry.rows_shape(span.stop - span.start)) for entry, span in found
     )
-    header, offsets, _ = header_of(table, METADATA)
-    return header if offsets == [span.offset for _, span in found] else b""
+    at, ends = 8, [len(raw)]
+    for key, part, end in header_parts(table, METADATA):
+        if not raw.startswith(part, at):
+            return False
+        at += len(part)
+        if key:
+            ends.append(len(raw) + end)
+    whole = at == len(raw) and int.from_bytes(raw[:8], "little") == at - 8
+    return whole and ends[:-1] == [span.offset for _, span in found]
 
 
 def _room(count: int, entry: TensorEntry) -> torch.Tensor:
@@ -268,10 +285,10 @@ _TOLD = 1000  # differences that one rank tells the others: more would drown the
 class LoadMatch:
     """How one rank's targets and a checkpoint fit; known on every rank before anything is overwritten."""
 
-    pairs: tuple[tuple[HeldRows, TensorEntry], ...]
-    absent: tuple[HeldRows, ...]
-    unused: tuple[int, ...]
-    mismatched: tuple[str, ...]
+    pairs: list[tuple[HeldRows, TensorEntry]]
+    absent: list[HeldRows]
+    unused: list[int]
+    mismatched: list[str]
 
     @property
     def converted(self) -> tuple[tuple[str, str], ...]:
@@ -280,29 +297,30 @@ class LoadMatch:
 
 def match(manifest: Manifest, targets: Sequence[HeldRows]) -> LoadMatch:
     """Find for each target its entry."""
-    pairs, absent, mismatched = [], [], []
-    wanted = set()
+    fit, wanted = LoadMatch([], [], [], []), set[int]()
     for held in targets:
-        slots = [slot(held.kind, name) for name in (held.name, *held.also)]
-        found = [each for each in map(manifest.by_slot.get, slots) if each is not None]
-        entry = found[0] if found else None
-        wanted.add(slots[0])
-        wanted.update(slot(each.kind, each.name) for each in found if each.same_as(found[0]))
+        entry = manifest.find(held.kind, held.name)
+        for name in held.also:  # a tied weight may be stored under all its names
+            other = manifest.find(held.kind, name)
+            if entry is None:
+                entry = other
+            elif other is not None and other.same_as(entry):
+                wanted.add(id(other))
         if entry is None:
-            absent.append(held)
-        elif entry.shape == held.shape and convertible(entry.dtype, held.dtype):
-            pairs.append((held, entry))
+            fit.absent.append(held)
+            continue
+        wanted.add(id(entry))
+        if entry.shape == held.shape and convertible(entry.dtype, held.dtype):
+            fit.pairs.append((held, entry))
         elif optional(held.kind):
-            absent.append(held)  # of another world size or codec: it starts afresh
+            fit.absent.append(held)  # of another world size or codec: it starts afresh
         else:
-            mismatched.append(
+            fit.mismatched.append(
                 f"{quoted(held.name)} ({held.kind}) is {entry.shape} {entry.dtype} there and {held.shape} "
                 f"{held.dtype} here"
             )
-    unused = tuple(
-        i for i, entry in enumerate(manifest.entries) if slot(entry.kind, entry.name) not in wanted
-    )
-    return LoadMatch(tuple(pairs), tuple(absent), unused, tuple(mismatched))
+    fit.unused.extend(i for i, entry in enumerate(manifest.entries) if id(entry) not in wanted)
+    return fit
 
 
 def load(
@@ -339,7 +357,7 @@ def load(
         manifest, fit = found[0]
         unused = _judge(folder, manifest, answers, strict)
         with CheckpointReader(folder, manifest) as reader:
-            together(peers, f"reading {folder}", lambda: _fill(reader, fit))
+            together(peers, f"reading {folder}", lambda: _fill(reader, fit.pairs))
             values, own = _values(reader, peers)
     except AgreedError as error:
         hint = peers.exchange("" if peers.rank else directory.advice(folder), "reporting a failed load")[0]
@@ -396,24 +414,28 @@ def _named(kind: str, name: str) -> str:
     return f"{quoted(name)} ({kind})"
 
 
-def _fill(reader: CheckpointReader, fit: LoadMatch) -> None:
+def _fill(reader: CheckpointReader, pairs: Sequence[tuple[HeldRows, TensorEntry]]) -> None:
     """Read every overlap into its target, file by file in order, so that disks see a stream."""
-    work: list[tuple[int, int, HeldRows, TensorEntry, RowSpan, int, int]] = []
-    for held, entry in fit.pairs:
-        ranges = [(span.start, span.stop) for span in entry.spans]
-        for number, start, stop in overlaps(ranges, *held.rows):
-            span = entry.spans[number]
-            work.append((span.file, span.offset, held, entry, span, start, stop))
-    work.sort(key=lambda item: item[:2])
-    for _, _, held, entry, span, start, stop in work:
-        done = (start, start)
-        if held.place is not None and entry.dtype == held.dtype:
-            mine = held.place.detach()[start - held.rows[0] : stop - held.rows[0]]
-            done = reader.fill(entry, span, start, stop, mine)
-        for first, last in ((start, done[0]), (done[1], stop)):
-            if first < last:
-                for row, rows in reader.span_rows(entry, span, first, last):
-                    held.write(row, rows if entry.dtype == held.dtype else rows.to(DTYPE[held.dtype]))
+    by_file: dict[int, list[tuple[int, HeldRows, TensorEntry]]] = {}
+    for held, entry in pairs:
+        for number, span in enumerate(entry.spans):
+            if span.start < held.rows[1] and span.stop > held.rows[0]:
+                by_file.setdefault(span.file, []).append((number, held, entry))
+    for file in sorted(by_file):
+        here = by_file.pop(file)
+        here.sort(key=lambda item: item[2].spans[item[0]].offset)
+        for number, held, entry in here:
+            span, same = entry.spans[number], entry.dtype == held.dtype
+            start, stop = max(span.start, held.rows[0]), min(span.stop, held.rows[1])
+            done = (start, start)
+            if same and (place := held.place) is not None:
+                if held.shape:
+                    place = place[start - held.rows[0] : stop - held.rows[0]]
+                done = reader.fill(entry, span, start, stop, place)
+            for first, last in ((start, done[0]), (done[1], stop)):
+                if first < last:
+                    for row, rows in reader.span_rows(entry, span, first, last):
+                        held.write(row, rows if same else rows.to(DTYPE[held.dtype]))
 
 
 def _values(reader: CheckpointReader, peers: SavePeers) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -422,7 +444,7 @@ def _values(reader: CheckpointReader, peers: SavePeers) -> tuple[dict[str, Any],
     tensors: dict[tuple[str, str], torch.Tensor] = {}
 
     def tensor(kind: str, name: str) -> torch.Tensor:
-        entry = reader.manifest.by_slot.get((kind, name))
+        entry = reader.manifest.find(kind, name)
         if entry is None:
             raise CheckpointError(
                 f"{reader.path}: the values refer to the tensor {quoted(name)}, which is not stored."

@@ -6,24 +6,25 @@ Everything read is proven before it is believed: see `decode`."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import sys
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from zeroshard.errors import CheckpointError
 
-from .dtypes import SIZE, height, row_bytes
-from .pacing import gently
 from .ranges import block_rows
-from .records import slot
+from .records import SIZE, height, namespace, row_bytes
 from .tensor_file import open_regular, read_into
-from .untrusted import dump, parse, quoted
+from .untrusted import parse, quoted
 
 NAME = "manifest.json"
 FORMAT = "zeroshard-checkpoint"
@@ -34,11 +35,15 @@ _COUNTS = 1 << 60  # what a number of elements or bytes is below
 _YEAR_9999 = 2.5e11  # seconds; NaN is below nothing
 _START = b'{"checksum":"'
 _BLANK = b"00000000"
+_ENTRIES, _END = b',\n"entries":[\n', b"\n]}\n"
+_BATCH = 1 << 17  # bytes of entries that are parsed at once
+# Compact, and refuses what JSON has no word for: values mark those before they come here.
+_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+_quote = json.encoder.encode_basestring_ascii
 RANK_FILE = re.compile(r"rank-\d{5,9}-of-\d{5,9}(-\d{4,9})?\.safetensors", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
+class RowSpan(NamedTuple):
     """Rows [start, stop) of a tensor, from byte `offset` of file number `file`, one checksum per block."""
 
     start: int
@@ -51,8 +56,7 @@ class RowSpan:
         return int.from_bytes(self.sums[4 * block : 4 * block + 4], "big")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor: its spans are sorted, disjoint and cover all its rows."""
 
     kind: str
@@ -117,27 +121,38 @@ class Manifest:
     checksum: str = ""
 
     @cached_property
-    def by_slot(self) -> dict[tuple[str, str], TensorEntry]:
-        return {slot(entry.kind, entry.name): entry for entry in self.entries}
+    def by_name(self) -> dict[str, dict[str, TensorEntry]]:
+        """The entries by namespace and name."""
+        found: dict[str, dict[str, TensorEntry]] = {}
+        for entry in self.entries:
+            found.setdefault(namespace(entry.kind), {})[entry.name] = entry
+        return found
+
+    def find(self, kind: str, name: str) -> TensorEntry | None:
+        """The entry of this name, where a tensor of this kind would be."""
+        return self.by_name.get(namespace(kind), {}).get(name)
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
     def in_file(self, number: int) -> list[tuple[TensorEntry, RowSpan]]:
-        return self._by_file.get(number, [])
+        """What lies in file `number`."""
+        entries = self._by_file.get(number, ())
+        return [(entry, span) for entry in entries for span in entry.spans if span.file == number]
 
     @cached_property
-    def _by_file(self) -> dict[int, list[tuple[TensorEntry, RowSpan]]]:
-        found: dict[int, list[tuple[TensorEntry, RowSpan]]] = {}
+    def _by_file(self) -> dict[int, list[TensorEntry]]:
+        found: dict[int, list[TensorEntry]] = {}
         for entry in self.entries:
-            for span in entry.spans:
-                found.setdefault(span.file, []).append((entry, span))
+            for number in {span.file for span in entry.spans}:
+                found.setdefault(number, []).append(entry)
         return found
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The text of a manifest, with one tensor a line."""
+def encode(manifest: Manifest, entries: Iterable[TensorEntry]) -> bytearray:
+    """The text of a manifest with these entries, one a line. They come one at a time: a manifest of thousands
+    takes no more memory than its text."""
     head = {
         "checksum": _BLANK.decode(),
         "format": FORMAT,
@@ -146,22 +161,27 @@ def encode(manifest: Manifest) -> bytes:
         "saved_at": manifest.head.saved_at,
         "step": manifest.head.step,
     }
+    files = [[f.name, f.bytes, f"{f.header_sum:08x}"] for f in manifest.files]
     text = bytearray(
-        f"{dump(head)[:-1]},\n"
-        f'"world":{manifest.world},"block":{manifest.block},"versions":{dump(manifest.versions)},\n'
-        f'"values":{dump(manifest.values)},\n"own":{dump(list(manifest.own))},\n'
-        f'"files":{dump([[f.name, f.bytes, f"{f.header_sum:08x}"] for f in manifest.files])},\n'
+        f"{_JSON.encode(head)[:-1]},\n"
+        f'"world":{manifest.world},"block":{manifest.block},"versions":{_JSON.encode(manifest.versions)},\n'
+        f'"values":{_JSON.encode(manifest.values)},\n"own":{_JSON.encode(list(manifest.own))},\n'
+        f'"files":{_JSON.encode(files)},\n'
         '"entries":['.encode("ascii")
     )
-    for number, e in enumerate(gently(manifest.entries)):
-        spans = [[s.start, s.stop, s.file, s.offset, s.sums.hex()] for s in e.spans]
-        text += b",\n" if number else b"\n"
-        text += dump([e.kind, e.name, list(e.shape), e.dtype, spans]).encode("ascii")
+    before = "\n"
+    for entry in entries:
+        spans = ",".join([f'[{s.start},{s.stop},{s.file},{s.offset},"{s.sums.hex()}"]' for s in entry.spans])
+        text += (
+            f"{before}[{_quote(entry.kind)},{_quote(entry.name)},[{','.join(map(str, entry.shape))}],"
+            f'"{entry.dtype}",[{spans}]]'
+        ).encode("ascii")
+        before = ",\n"
     text += b"\n]}\n"
     if len(text) > LIMIT:
         raise CheckpointError(f"the manifest would have {len(text)} bytes; at most {LIMIT} are read back.")
     text[len(_START) : len(_START) + len(_BLANK)] = f"{zlib.crc32(text):08x}".encode()
-    return bytes(text)
+    return text
 
 
 def read_head(folder: Path) -> ManifestHead:
@@ -196,7 +216,7 @@ def _rank_files(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if RANK_FILE.fullmatch(name)]
 
 
-def _read(folder: Path, limit: int) -> bytes:
+def _read(folder: Path, limit: int) -> bytearray:
     path = folder / NAME
     fd = open_regular(path)
     try:
@@ -205,17 +225,17 @@ def _read(folder: Path, limit: int) -> bytes:
             raise CheckpointError(f"{path} has {total} bytes; a manifest has at most {LIMIT}.")
         data = bytearray(min(total, limit))
         read_into(fd, memoryview(data), 0, path)
-        return bytes(data)
+        return data
     finally:
         os.close(fd)
 
 
-def decode(raw: bytes, where: str) -> Manifest:
+def decode(raw: bytes | bytearray, where: str) -> Manifest:
     """A manifest from its text. First format and version, then the checksum, then every number."""
-    data = parse(raw, where)
+    data, lines = _parsed(raw, where)
     head = _head(data, where)
     begin, end = len(_START), len(_START) + len(_BLANK)
-    found = f"{zlib.crc32(raw[:begin] + _BLANK + raw[end:]):08x}"
+    found = f"{zlib.crc32(memoryview(raw)[end:], zlib.crc32(raw[:begin] + _BLANK)):08x}"
     if not raw.startswith(_START) or data["checksum"] != found:
         raise CheckpointError(
             f"{where} does not match its own checksum: it was edited or damaged. Restore it from a copy, or "
@@ -226,11 +246,8 @@ def decode(raw: bytes, where: str) -> Manifest:
     check.that(len({file.name for file in files}) == len(files), "names a file twice")
     block = check.count(data.get("block"), "block")
     check.that(1 <= block <= 1 << 26, f"has the impossible block size {block}")
-    items = check.list(data, "entries")
-    data["entries"] = None
-    items.reverse()
-    entries = tuple(check.entry(items.pop(), files, block) for _ in range(len(items)))  # let go one by one
-    check.that(len({slot(e.kind, e.name) for e in entries}) == len(entries), "names a tensor twice")
+    items = check.list(data, "entries") if lines is None else _in_batches(raw, lines, where)
+    entries = tuple([check.entry(item, files, block) for item in items])
     versions = data.get("versions")
     check.that(
         isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values()), "has odd versions"
@@ -239,7 +256,34 @@ def decode(raw: bytes, where: str) -> Manifest:
     world = check.count(data.get("world"), "world")
     own = tuple(check.list(data, "own"))
     check.that(len(own) in (0, world), "has values of some ranks only")
-    return Manifest(head, world, block, dict(versions or {}), files, entries, data["values"], own, found)
+    manifest = Manifest(head, world, block, dict(versions or {}), files, entries, data["values"], own, found)
+    named = sum(len(names) for names in manifest.by_name.values())
+    check.that(named == len(entries), "names a tensor twice")
+    return manifest
+
+
+def _parsed(raw: bytes | bytearray, where: str) -> tuple[Any, int | None]:
+    """The data of a manifest; and, where it is laid out as `encode` does, without its entries, and where
+    those begin: as objects of Python they take many times the memory of the text."""
+    at = raw.rfind(_ENTRIES)
+    if at > 0 and raw.endswith(_END):
+        with suppress(CheckpointError):
+            return parse(raw[:at] + b',\n"entries":[]}', where), at + len(_ENTRIES)
+    return parse(raw, where), None
+
+
+def _in_batches(raw: bytes | bytearray, at: int, where: str) -> Iterator[Any]:
+    """The entries whose lines begin at `at`, some at a time."""
+    given, end = 0, len(raw) - len(_END)
+    while at < end:
+        stop = raw.find(b"\n", min(at + _BATCH, end))
+        try:
+            items = parse(b"[" + raw[at:stop].rstrip(b",") + b"]", where)
+        except CheckpointError:  # not one to a line after all
+            items, stop = parse(raw, where)["entries"][given:], end
+        given += len(items)
+        yield from items
+        at = stop + 1
 
 
 def _head(data: Any, where: str) -> ManifestHead:
@@ -265,6 +309,7 @@ class BlockCheck:
     """Proves blocks of data from a manifest named `where`."""
 
     where: str
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # that were met
 
     def that(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -313,6 +358,7 @@ class BlockCheck:
         if not (isinstance(dtype, str) and dtype in SIZE):
             self.refuse(f"has an unknown dtype for {quoted(name)}")
         dims = tuple(shape)
+        dims = self.shapes.setdefault(dims, dims)
         if math.prod(filter(None, dims)) >= _COUNTS:
             self.refuse(f"has the impossible shape {dims} for {quoted(name)}")
         if not isinstance(spans, list):
@@ -326,7 +372,8 @@ class BlockCheck:
             at = span.stop
         if at != rows:
             self.refuse(f"has {at} of the {rows} rows of {quoted(name)}")
-        return TensorEntry(sys.intern(kind), name, dims, dtype, found)
+        # Thousands of entries have few kinds and shapes, and the names of the parameters.
+        return TensorEntry(sys.intern(kind), sys.intern(name), dims, sys.intern(dtype), found)
 
     def span(self, item: Any, name: str, width: int, files: tuple[RankFile, ...], block: int) -> RowSpan:
         if not (isinstance(item, list) and len(item) == 5):

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from zeroshard.errors import CheckpointError
+from zeroshard.kernels import raw
 from zeroshard.params.sharded_param import GuardedState
-
-from .dtypes import dtype_name, height, row_bytes
 
 # Bytes that move at once: what bounds memory while saving and loading (or one row, where a row is more).
 CHUNK = 16 << 20
@@ -31,33 +32,81 @@ CHUNK = 16 << 20
 # Kinds whose absence is no error: they belong to one rank of one world size, or to one save.
 OPTIONAL_KINDS = ("rank", "private", "sync", "value", "own")
 
+# Element types: all that a checkpoint can hold, by our name, safetensors' code and torch's dtype.
+_TABLE: tuple[tuple[str, str, torch.dtype], ...] = (
+    ("bool", "BOOL", torch.bool),
+    ("uint8", "U8", torch.uint8),
+    ("int8", "I8", torch.int8),
+    ("float8_e5m2", "F8_E5M2", torch.float8_e5m2),
+    ("float8_e4m3fn", "F8_E4M3", torch.float8_e4m3fn),
+    ("uint16", "U16", torch.uint16),
+    ("int16", "I16", torch.int16),
+    ("float16", "F16", torch.float16),
+    ("bfloat16", "BF16", torch.bfloat16),
+    ("uint32", "U32", torch.uint32),
+    ("int32", "I32", torch.int32),
+    ("float32", "F32", torch.float32),
+    ("uint64", "U64", torch.uint64),
+    ("int64", "I64", torch.int64),
+    ("float64", "F64", torch.float64),
+    ("complex64", "C64", torch.complex64),
+)
+CODE = {name: code for name, code, _ in _TABLE}
+NAME_OF_CODE = {code: name for name, code, _ in _TABLE}
+DTYPE = {name: dtype for name, _, dtype in _TABLE}
+SIZE = {name: dtype.itemsize for name, _, dtype in _TABLE}
+_NAME_OF_DTYPE = {dtype: name for name, _, dtype in _TABLE}
 
-@dataclass(frozen=True, slots=True)
-class _MemoryRows:
-    """Rows from `start` on, in memory."""
 
-    local: torch.Tensor
-    start: int
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our name of a torch dtype, or an error for the few that safetensors cannot hold."""
+    try:
+        return _NAME_OF_DTYPE[dtype]
+    except KeyError:
+        raise CheckpointError(
+            f"tensors of {dtype} cannot be stored; a checkpoint holds {', '.join(sorted(DTYPE))}. Convert "
+            "it first."
+        ) from None
 
-    def read(self, first: int, last: int) -> torch.Tensor:
-        return self.local[first - self.start : last - self.start] if self.local.dim() else self.local
 
-    def write(self, first: int, rows: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.read(first, first + (rows.shape[0] if rows.dim() else 1)).copy_(rows)
+def convertible(stored: str, wanted: str) -> bool:
+    """Whether rows stored as one dtype may be loaded into another: between floats only, where rounding is
+    understood."""
+    return stored == wanted or (DTYPE[stored].is_floating_point and DTYPE[wanted].is_floating_point)
+
+
+def height(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor of this shape; a tensor without dims has one."""
+    return shape[0] if shape else 1
+
+
+def row_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape[1:]) * SIZE[dtype]
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The raw bytes of a tensor, in place where it lies contiguous in host memory."""
+    return byte_view(raw(tensor.detach().to("cpu").contiguous())) if tensor.numel() else memoryview(b"")
+
+
+def byte_view(flat: torch.Tensor) -> memoryview:
+    """The memory of a one-dimensional uint8 tensor, to read and to write."""
+    array: Any = flat.numpy()  # numpy's stubs do not say that an array is a buffer
+    return memoryview(array)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
     """This rank holds rows [start, stop) of a named tensor, wherever they rest.
 
-    `read(start, stop)` returns those rows (any device; shape ``(stop - start, *shape[1:])``, or ``()`` for a
-    tensor without dims) and may reuse its memory at the next call. `write(start, rows)` stores rows (host
-    memory, of `dtype`) and must have copied them when it returns. Both take row numbers of the whole tensor,
-    and are called by one thread at a time. `place` is the memory of the rows themselves where they rest in
-    host memory as they are stored: then loading reads straight into it, and calls `write` for the rest only.
-    `owner` is who changes them other than in an optimizer's step, and waits for a background save before.
-    `also` are other names of the same tensor, which foreign checkpoints may have it under: of tied weights.
+    In memory they are `local`. Elsewhere `source(start, stop)` returns them (any device; shape ``(stop -
+    start, *shape[1:])``, or ``()`` for a tensor without dims) and may reuse its memory at the next call, and
+    `sink(start, rows)` stores rows (host memory, of `dtype`) and must have copied them when it returns. Both
+    take row numbers of the whole tensor, and are called by one thread at a time. `owner` is who changes them
+    other than in an optimizer's step, and waits for a background save before. `also` are other names of the
+    same tensor, which foreign checkpoints may have it under: of tied weights.
+
+    A model has thousands of them, so that rows in memory are one object and no closures.
     """
 
     name: str
@@ -65,9 +114,9 @@ class HeldRows:
     shape: tuple[int, ...]
     dtype: str
     rows: tuple[int, int]
-    read: Callable[[int, int], torch.Tensor]
-    write: Callable[[int, torch.Tensor], None]
-    place: torch.Tensor | None = None
+    source: Callable[[int, int], torch.Tensor] | None
+    sink: Callable[[int, torch.Tensor], None] | None
+    local: torch.Tensor | None = None
     owner: GuardedState | None = None
     also: tuple[str, ...] = ()
 
@@ -82,12 +131,39 @@ class HeldRows:
         owner: GuardedState | None = None,
     ) -> HeldRows:
         """Rows in memory: `local` is rows [start, start + len(local)) of a tensor with `total` rows."""
-        count = local.shape[0] if local.dim() else 1
-        shape = (total if total is not None else count, *local.shape[1:]) if local.dim() else ()
-        plain = local.device.type == "cpu" and local.is_contiguous() and bool(local.dim())
-        rows, there = (start, start + count), _MemoryRows(local, start)
-        dtype, place = dtype_name(local.dtype), local if plain else None
-        return cls(name, kind, tuple(shape), dtype, rows, there.read, there.write, place, owner)
+        shape = tuple(local.shape)
+        count = shape[0] if shape else 1
+        if total is not None and total != count and shape:
+            shape = (total, *shape[1:])
+        dtype = dtype_name(local.dtype)
+        return cls(name, kind, shape, dtype, (start, start + count), None, None, local, owner)
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of those that this rank holds."""
+        if self.source is not None:
+            return self.source(first, last)
+        local, (start, stop) = self.local, self.rows
+        assert local is not None
+        return (
+            local if not self.shape or (first, last) == (start, stop) else local[first - start : last - start]
+        )
+
+    def write(self, first: int, rows: torch.Tensor) -> None:
+        if self.sink is not None:
+            self.sink(first, rows)
+        else:
+            with torch.no_grad():
+                self.read(first, first + (rows.shape[0] if rows.dim() else 1)).copy_(rows)
+
+    @property
+    def place(self) -> torch.Tensor | None:
+        """The memory of the rows where they rest in host memory as they are stored: loading reads straight
+        into it, and calls `write` for the rest only."""
+        local = self.local
+        plain = (
+            local is not None and self.sink is None and local.device.type == "cpu" and local.is_contiguous()
+        )
+        return local if plain else None
 
     @property
     def height(self) -> int:
@@ -173,9 +249,9 @@ class LoadResult:
     converted: tuple[tuple[str, str], ...] = ()
 
 
-def slot(kind: str, name: str) -> tuple[str, str]:
-    """The key by which tensors are matched: parameters and buffers share a namespace, as in a state dict."""
-    return ("model" if kind in ("parameter", "buffer") else kind, name)
+def namespace(kind: str) -> str:
+    """Where a name stands for one tensor: parameters and buffers share a namespace, as in a state dict."""
+    return "model" if kind in ("parameter", "buffer") else kind
 
 
 def optional(kind: str) -> bool:

@@ -26,9 +26,8 @@ from zeroshard.errors import CheckpointError
 from zeroshard.field_checks import check_flag
 from zeroshard.kernels import allocate
 
-from .dtypes import DTYPE, byte_view, dtype_name, height
 from .manifest import NAME
-from .records import CHUNK, HeldRows, NoPeers, RunSnapshot, SaveResult
+from .records import CHUNK, DTYPE, HeldRows, NoPeers, RunSnapshot, SaveResult, byte_view, dtype_name, height
 from .saving import save
 from .tensor_file import HEADER_LIMIT, TensorSpot, open_regular, parse_header, read_header_bytes, read_into
 from .untrusted import os_error, parse, quoted, some

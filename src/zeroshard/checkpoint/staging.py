@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +20,16 @@ from zeroshard.errors import CheckpointError
 from zeroshard.kernels import allocate, copy_crc32
 from zeroshard.tiers.staging import pinned
 
-from .dtypes import SIZE, as_bytes, byte_view
 from .pacing import CopyProgress, gently
-from .ranges import WriteTask, block_rows, into_files
-from .records import CHUNK, HeldRows
-from .tensor_file import BlockThreads, header_of
+from .ranges import FilePlan, RankRows, block_rows
+from .records import CHUNK, HeldRows, as_bytes, byte_view
+from .tensor_file import BlockThreads
 from .untrusted import os_error, quoted
 
 BLOCK = 4 << 20  # bytes that share a checksum: small enough that reading part of a span reads little more
-METADATA = {"format": "pt", "by": "zeroshard"}  # of a rank's files
-FILE_LIMIT = 4 << 30  # bytes of one rank file
 
 
-@dataclass(frozen=True)
-class FilePlan:
-    """One file of one rank: the rows of `tasks` one after another, each at its offset."""
-
-    name: str
-    header: bytes
-    tasks: list[WriteTask]
-    offsets: list[int]  # where their rows begin
-    bytes: int
-
-
-def file_plans_of(
-    held: Sequence[HeldRows], tasks: Sequence[WriteTask], rank: int, size: int
-) -> list[FilePlan]:
-    """The files of rank `rank` of `size`, which writes the rows in `tasks`."""
-    # Larger elements first: then every tensor begins at a multiple of its element size.
-    ordered = sorted(tasks, key=lambda task: -SIZE[held[task.index].dtype])
-    found = []
-    for part, group in enumerate(into_files(ordered, [item.row_bytes for item in held], FILE_LIMIT)):
-        table = (_in_file(held[task.index], task) for task in gently(group))
-        header, offsets, end = header_of(table, METADATA)
-        name = f"rank-{rank:05d}-of-{size:05d}" + (f"-{part:04d}" if part else "") + ".safetensors"
-        found.append(FilePlan(name, header, group, offsets, end))
-    return found
-
-
-def _in_file(held: HeldRows, task: WriteTask) -> tuple[str, str, tuple[int, ...]]:
-    """The key, dtype and shape of a task's rows in their file."""
-    shape = (task.stop - task.start, *held.shape[1:]) if held.shape else ()
-    return f"{held.kind}:{held.name}[{task.start}:{task.stop}]", held.dtype, shape
-
-
-def chunks(held: HeldRows, task: WriteTask) -> Iterator[tuple[torch.Tensor, int]]:
+def chunks(held: HeldRows, task: RankRows) -> Iterator[tuple[torch.Tensor, int]]:
     """The rows of a task, some at a time, each with the bytes of its blocks: those share a checksum."""
     width = held.row_bytes
     if not width:
@@ -125,32 +89,37 @@ class FileImage:
         self.file_plan = file_plan
         self._view = byte_view(memory)
         self._view[: len(file_plan.header)] = file_plan.header
-        self._spans: list[list[Any]] = [[] for _ in file_plan.tasks]
+        self._sums = [""] * len(file_plan.tasks)
 
     def fill(self, number: int, held: Sequence[HeldRows], lanes: BlockThreads, bridge: DeviceBridge) -> None:
         """Copy the rows of one task, and sum them on the way."""
-        task, offset = self.file_plan.tasks[number], self.file_plan.offsets[number]
-        at, sums = offset, bytearray()
+        task, at, view, sums = (
+            self.file_plan.tasks[number],
+            self.file_plan.offsets[number],
+            self._view,
+            bytearray(),
+        )
+
+        def put(block: tuple[int, memoryview]) -> int:
+            place, data = block
+            return copy_crc32(view[place : place + len(data)], data)
+
         for rows, block in chunks(held[task.index], task):
             data = bridge.bytes_of(rows)
             blocks = [(at + i, data[i : i + block]) for i in range(0, len(data), block)]
-            for found in lanes.map(self._put, blocks):
-                sums += found.to_bytes(4, "big")
+            for total in lanes.map(put, blocks):
+                sums += total.to_bytes(4, "big")
             at += len(data)
-        self._spans[number] = [task.index, task.start, task.stop, offset, sums.hex()]
+        self._sums[number] = sums.hex()
 
-    def _put(self, block: tuple[int, memoryview]) -> int:
-        at, data = block
-        return copy_crc32(self._view[at : at + len(data)], data)
-
-    def write(self, folder: Path) -> tuple[list[Any], list[list[Any]]]:
+    def write(self, folder: Path) -> tuple[list[Any], list[str]]:
         """The file, on the device when it returns. Says what `saving.write_file` says."""
         path, size = folder / self.file_plan.name, self.file_plan.bytes
         try:
             durable_files.write_pages(path, self._view, size)
         except OSError as error:
             raise os_error(error, "writing", path) from error
-        return [self.file_plan.name, size, zlib.crc32(self.file_plan.header)], self._spans
+        return [self.file_plan.name, size, zlib.crc32(self.file_plan.header)], self._sums
 
 
 class SaveStaging:

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +26,7 @@ from zeroshard.checkpoint import durable_files
 from zeroshard.errors import CheckpointError
 from zeroshard.kernels import crc32
 
-from .dtypes import CODE, NAME_OF_CODE, SIZE
+from .records import CODE, NAME_OF_CODE, SIZE
 from .untrusted import os_error, parse, quoted
 
 # Bytes that are summed and moved before the next: less than a core's second-level cache.
@@ -123,6 +123,7 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
 # Bytes: a header is read whole, so a claim of more is refused before anything is allocated.
 HEADER_LIMIT = 64 << 20
 _ALIGN = 64
+_quote = json.encoder.encode_basestring_ascii
 _GATHER = 1 << 20  # bytes: small tensors are collected to this before they are written
 
 
@@ -145,26 +146,38 @@ def header_of(
 ) -> tuple[bytes, list[int], int]:
     """The first bytes of a file with these (key, dtype, shape) in order, where each tensor will begin, and
     where the last one ends."""
-    names = {"__metadata__"}
-    text = bytearray(f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'.encode("ascii"))
-    at, starts = 0, []
+    names, ends = {"__metadata__"}, [0]
+    text = bytearray(8)  # for its length
+    for key, part, end in header_parts(tensors, metadata):
+        if key:
+            if key in names:
+                raise CheckpointError(
+                    f"a safetensors file cannot hold a tensor named {quoted(key)} here: the name is taken."
+                )
+            names.add(key)
+            ends.append(end)
+        text += part
+    begin = len(text)
+    text[:8] = (begin - 8).to_bytes(8, "little")
+    return bytes(text), [begin + end for end in ends[:-1]], begin + ends[-1]
+
+
+def header_parts(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
+) -> Iterator[tuple[str, bytes, int]]:
+    """A header after its length word, piece by piece: the key (none for what stands around them), its text,
+    and where its tensor ends, counted from the end of the header."""
+    end = 0
+    first = f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'.encode("ascii")
+    length = len(first)
+    yield "", first, end
     for key, dtype, shape in tensors:
-        if key in names:
-            raise CheckpointError(
-                f"a safetensors file cannot hold a tensor named {quoted(key)} here: the name is taken."
-            )
-        names.add(key)
-        starts.append(at)
-        end = at + prod(shape) * SIZE[dtype]
+        at, end = end, end + prod(shape) * SIZE[dtype]
         sizes = ",".join(map(str, shape))
-        text += (
-            f',{json.dumps(key)}:{{"dtype":"{CODE[dtype]}","shape":[{sizes}],"data_offsets":[{at},{end}]}}'
-        ).encode("ascii")
-        at = end
-    text += b"}"
-    text += b" " * (-(len(text) + 8) % _ALIGN)
-    begin = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [begin + start for start in starts], begin + at
+        text = f',{_quote(key)}:{{"dtype":"{CODE[dtype]}","shape":[{sizes}],"data_offsets":[{at},{end}]}}'
+        length += len(text)
+        yield key, text.encode("ascii"), end
+    yield "", b"}" + b" " * (-(length + 1 + 8) % _ALIGN), end
 
 
 class TensorFileWriter:
@@ -260,7 +273,7 @@ def open_regular(path: Path, follow: bool = False) -> int:
     return fd
 
 
-def read_header_bytes(fd: int, path: Path) -> bytes:
+def read_header_bytes(fd: int, path: Path) -> bytearray:
     """The length word and the header, after checking the claim against the file's size and our limit."""
     total = os.fstat(fd).st_size
     if total < 8:
@@ -273,12 +286,12 @@ def read_header_bytes(fd: int, path: Path) -> bytes:
             f"{path} claims a header of {length} bytes; the file has {total} and headers may have "
             f"{HEADER_LIMIT}. It is damaged or not a safetensors file."
         )
-    text = bytearray(length)
-    read_into(fd, memoryview(text), 8, path)
-    return bytes(word + text)
+    raw = bytearray(8 + length)
+    read_into(fd, memoryview(raw), 0, path)
+    return raw
 
 
-def parse_header(raw: bytes, total: int, path: Path) -> dict[str, TensorSpot]:
+def parse_header(raw: bytes | bytearray, total: int, path: Path) -> dict[str, TensorSpot]:
     """The tensors that a header names, each proven to lie inside a file of `total` bytes."""
     table = parse(raw[8:], str(path))
     if not isinstance(table, dict):

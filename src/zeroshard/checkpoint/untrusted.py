@@ -56,10 +56,9 @@ def os_error(error: OSError, doing: str, path: Path | str) -> CheckpointError:
 
 # An empty object costs 64 bytes of memory for 3 of text: this is what bounds the memory.
 MOST_CONTAINERS = 4_000_000
-_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def parse(raw: bytes, where: str) -> Any:
+def parse(raw: bytes | bytearray, where: str) -> Any:
     """The data in `raw`, or `CheckpointError` naming `where`."""
     if raw.count(b"{") + raw.count(b"[") > MOST_CONTAINERS:
         raise CheckpointError(
@@ -72,11 +71,6 @@ def parse(raw: bytes, where: str) -> Any:
         raise CheckpointError(
             f"{where} is not valid JSON ({reason}): damaged, or not what its name says."
         ) from None
-
-
-def dump(data: Any) -> str:
-    """Compact text; refuses what JSON has no word for (values mark those before they come here)."""
-    return _ENCODER.encode(data)
 
 
 def _refuse(word: str) -> NoReturn:

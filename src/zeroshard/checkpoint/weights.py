@@ -17,10 +17,9 @@ import torch
 from zeroshard.errors import CheckpointError, OptionError
 from zeroshard.field_checks import check_fields, path_text
 
-from .dtypes import row_bytes
 from .loading import CheckpointReader
 from .manifest import NAME, TensorEntry
-from .records import CHUNK
+from .records import CHUNK, row_bytes
 from .sources import choose, open_source
 
 

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.dtypes import convertible, dtype_name, height
+from zeroshard.checkpoint.records import convertible, dtype_name, height
 from zeroshard.checkpoint.untrusted import some
 from zeroshard.checkpoint.weights import StoredTensor, Weights, names_with_prefix, open_weights
 from zeroshard.comm import Transport

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.dtypes import DTYPE
 from zeroshard.checkpoint.manifest import Manifest, TensorEntry
-from zeroshard.checkpoint.records import HeldRows, LoadResult
+from zeroshard.checkpoint.records import DTYPE, HeldRows, LoadResult
 from zeroshard.errors import CheckpointError
 from zeroshard.offload.group import OffloadGroup
 from zeroshard.optim.frozen_moments import KEY as KEPT
@@ -86,7 +85,7 @@ class StateShares:
                 self.begun = True
             held.write(first, values)
 
-        return replace(held, write=write)
+        return replace(held, sink=write)
 
 
 @dataclass
@@ -126,10 +125,7 @@ def targets_of(
         StateShares.of(private, manifest, rank, size) for private in runtime.sync_strategy.private()
     ]
     targets.held += [held for shares in targets.private for held in shares.held]
-    entries: dict[str, dict[str, TensorEntry]] = {}
-    for entry in manifest.entries:
-        if entry.kind.startswith("state:"):
-            entries.setdefault(entry.name, {})[entry.kind] = entry
+    kinds = [kind for kind in manifest.by_name if kind.startswith("state:")]
     saved = _saved_groups(manifest)
     types = {name: kind for kind, groups in saved for names in groups for name in names}
     for optimizer_place in optimizer_places_of(runtime):
@@ -141,9 +137,9 @@ def targets_of(
                     "whose state means something else. Pass strict=False to start the optimizer afresh."
                 )
             continue
-        _aim(targets, optimizer_place, entries.get(optimizer_place.param.name, {}), manifest, rank)
+        _aim(targets, optimizer_place, kinds, manifest, rank)
     # Of another model loading says so itself.
-    same_model = all(("model", p.name) in manifest.by_slot for p in runtime.params)
+    same_model = all(manifest.find("parameter", p.name) is not None for p in runtime.params)
     _pair_groups(targets, runtime, saved, strict and same_model)
     return targets
 
@@ -151,18 +147,20 @@ def targets_of(
 def _aim(
     targets: ResumeTargets,
     optimizer_place: OptimizerPlace,
-    entries: dict[str, TensorEntry],
+    kinds: Sequence[str],
     manifest: Manifest,
     rank: int,
 ) -> None:
-    """Targets for the state of one parameter."""
-    start = len("state:") + len(optimizer_place.prefix)
+    """Targets for the state of one parameter; `kinds` are those of state that the checkpoint has."""
+    name, begin = optimizer_place.param.name, f"state:{optimizer_place.prefix}"
     stored = {
-        kind[start:]: entry for kind, entry in entries.items() if kind == optimizer_place.kind(kind[start:])
+        kind[len(begin) :]: entry
+        for kind in kinds
+        if kind.startswith(begin) and (entry := manifest.by_name[kind].get(name)) is not None
     }
     state = optimizer_place.state
     if not stored:
-        if state and ("model", optimizer_place.param.name) in manifest.by_slot:
+        if state and manifest.find("parameter", name) is not None:
             targets.empty.append(optimizer_place)
         return
     targets.stepped.append(optimizer_place)
@@ -228,7 +226,7 @@ def _blank(
     """A state tensor as the optimizer would have made it: like the parameter, where it was so when saved."""
     param, local = optimizer_place.param, optimizer_place.param.local
     shape = param.slot.local_shape(rank) if entry.shape == param.slot.shape else entry.shape
-    sharded_param = manifest.by_slot.get(("model", param.name))
+    sharded_param = manifest.find("parameter", param.name)
     like = (
         sharded_param is not None and sharded_param.dtype == entry.dtype and entry.shape == param.slot.shape
     )

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.background import PendingSave, Saver
 from zeroshard.checkpoint.directory import clean, is_complete, latest, listing
 from zeroshard.checkpoint.loading import load
 from zeroshard.checkpoint.locks import FolderLockedError, RunFolders, goes_on
 from zeroshard.checkpoint.manifest import NAME, read_manifest
 from zeroshard.checkpoint.records import RunSnapshot, SavePeers, SaveResult
-from zeroshard.checkpoint.saving import AgreedError, on_first
+from zeroshard.checkpoint.saving import AgreedError, PendingSave, Saver, on_first
 from zeroshard.checkpoint.untrusted import some
 from zeroshard.checkpoint.verifying import verify
 from zeroshard.collector import collector_paused

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.dtypes import dtype_name
-from zeroshard.checkpoint.records import HeldRows, RunSnapshot, SavePeers
+from zeroshard.checkpoint.records import HeldRows, RunSnapshot, SavePeers, dtype_name
 from zeroshard.errors import OptionError, StateError
 from zeroshard.kernels.library import BLOCK
 from zeroshard.kernels.moments8 import decode, scale_count
@@ -62,7 +61,7 @@ class ExtraState:
                     raise OptionError(f"{what}=[...]: {one!r} has no state_dict() that could be saved.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OptimizerPlace:
     """One parameter in one optimizer, with its place in a host update if it has one."""
 
@@ -260,7 +259,7 @@ def once_done(held: HeldRows, begun: Begun) -> HeldRows:
         wait()
         return rows_of(first, last)
 
-    return replace(held, read=read)
+    return replace(held, source=read)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
