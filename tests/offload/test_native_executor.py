@@ -203,7 +203,7 @@ def test_two_steps_without_a_forward_between_are_updates_in_order() -> None:
 def test_an_update_that_was_interrupted_before_it_began_is_not_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    address = HostTask.address
+    renew = HostTask.renew
 
     def weights(interrupted: bool) -> list[Tensor]:
         model, optimizer, run = offloaded(clip_norm=1e9)
@@ -217,10 +217,10 @@ def test_an_update_that_was_interrupted_before_it_began_is_not_taken_back(
             def fails(*given: Any) -> None:
                 if next(calls) == 2:
                     raise KeyboardInterrupt
-                address(*given)
+                renew(*given)
 
             with monkeypatch.context() as patched:
-                patched.setattr(HostTask, "address", fails)
+                patched.setattr(HostTask, "renew", fails)
                 with pytest.raises(KeyboardInterrupt):
                     model(batch(4, 0)).backward()
             optimizer.zero_grad()

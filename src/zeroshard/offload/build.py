@@ -85,7 +85,8 @@ class OffloadSink(KeepingSink):
         self._host, self._part = host, part
 
     def __call__(self, flat: Tensor, used: list[bool]) -> None:
-        self._host.accept(self._part, flat, used)
+        assert self._host.updates is not None
+        self._host.updates.accept(self._part, flat, used)
 
     def make_room(self, shown: Tensor) -> None:
         assert self._host.updates is not None
@@ -124,7 +125,6 @@ class OffloadedState:
         self._streaming: WeightStream | None = None
         self._plots_of: defaultdict[str, list[GroupDraft]] = defaultdict(list)  # by gather group
         self._sharded_params: list[tuple[GroupDraft, list[Tensor]]] = []
-        self._optimizer_of: dict[int, Optimizer] = {}  # by id(part)
         self.updates: HostUpdates | None = None
         self._guard: ParamGuard | None = None
         self.overlaps = overlaps(options)
@@ -294,9 +294,8 @@ class OffloadedState:
             if draft.deferred:
                 read = sharded_tensors.mesh is not None and self.options.shards_params
                 part.deferred = DeferredGrads(members, draft.spans, draft.numel, dtype, sharded_tensors, read)
-            self._show_state(draft, part)
+            part.show()
             self.parts.append(part)
-            self._optimizer_of[id(part)] = draft.optimizer
             if reduced_grad is None:
                 result[draft.names[0]] = self._sink(part)
         return result
@@ -347,22 +346,9 @@ class OffloadedState:
             for sharded_param, grad in held:
                 sharded_param.grad = grad
 
-    def accept(self, part: OffloadGroup, flat: Tensor, used: list[bool]) -> None:
-        """The reduced gradient of a part has landed."""
-        assert self.updates is not None
-        self.updates.accept(part, flat, used)
-
-    @staticmethod
-    def _show_state(draft: GroupDraft, part: OffloadGroup) -> None:
-        """`optimizer.state` shows the host's tensors themselves, so that state dicts and inspection work
-        as ever."""
-        part.shown_steps = [torch.zeros(()) for _ in part.params]
-        for index, param in enumerate(part.params):
-            draft.optimizer.state[param.sharded_param] = part.shown(index)
-
     def parts_of(self, optimizer: Optimizer | None) -> list[OffloadGroup]:
         """None: of all."""
-        return [p for p in self.parts if optimizer is None or self._optimizer_of[id(p)] is optimizer]
+        return [p for p in self.parts if optimizer is None or p.optimizer is optimizer]
 
     def state_bytes(self) -> int:
         """Bytes that `optimizer.state` has for parameters whose state rests off the device."""
@@ -406,8 +392,7 @@ class OffloadedState:
         for part in self.parts_of(optimizer):
             part.group = group_of[id(part.params[0].sharded_param)]
             part.load([states[id(param.sharded_param)] for param in part.params])
-            for index, param in enumerate(part.params):
-                optimizer.state[param.sharded_param] = part.shown(index)
+            part.show()
 
     def show_decoded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """In `optimizer.state_dict()`: 8-bit moments as fp32, and what is on the disk; and no momentum before

@@ -31,6 +31,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
+from itertools import compress, repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -361,6 +363,22 @@ class GroupUpdate:
         self.holding, self.free = False, free
 
 
+@dataclass(frozen=True)
+class _ShownState:
+    """What `optimizer.state` was given of a group's parameters: their dicts, and what these hold by each
+    name."""
+
+    dicts: list[dict[str, Tensor]]
+    held: dict[str, list[Tensor]]
+
+    def stands(self, found: Sequence[Any]) -> bool:
+        """Whether these dicts are the same, and hold the same."""
+        if len(found) != len(self.dicts) or not all(map(is_, found, self.dicts)):
+            return False
+        held = self.held.items()
+        return all(all(map(is_, map(dict.get, self.dicts, repeat(name)), own)) for name, own in held)
+
+
 @dataclass
 class OffloadGroup(GuardedState):
     """One bucket's update: where its gradient, state and weights are, and how far it has come."""
@@ -389,7 +407,9 @@ class OffloadGroup(GuardedState):
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.params)  # updates that each parameter has had
         self._shares: dict[tuple[int, int], StateRows] = {}
-        self.shown_steps: list[Tensor] = []  # the same, as `optimizer.state` shows it
+        self._counts = torch.zeros(len(self.params))
+        self.shown_steps = list(self._counts.unbind())  # the same, as `optimizer.state` shows it
+        self._shown = _ShownState([], {})
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -513,6 +533,8 @@ class OffloadGroup(GuardedState):
     def ranges_at(self, scale: float | Sequence[float]) -> list[StepRange]:
         """What the next update does; `scale` may be one for each parameter. Parameters that no rank used are
         left out, as torch's optimizers leave out those without a gradient."""
+        if isinstance(scale, float) and all(self.update.used) and len(set(self.steps)) == 1:
+            return [StepRange(self.spans[0][0], self.numel, self._step(self.steps[0] + 1, scale))]
         found: list[StepRange] = []
         scales = [scale] * len(self.spans) if isinstance(scale, float) else list(scale)
         made: dict[tuple[int, float], HostStep] = {}  # most have had equally many
@@ -538,8 +560,7 @@ class OffloadGroup(GuardedState):
     @property
     def leap(self) -> float:
         """By how many times the square of the next gradient may exceed those before."""
-        steps = zip(self.steps, self.update.used, strict=True)
-        fewest = min((count for count, used in steps if used), default=0)
+        fewest = min(compress(self.steps, self.update.used), default=0)
         return self._step(fewest + 1, 1.0).leap(of_few=self.deferred is not None)
 
     # ------------------------------------------------------------------ as others see it
@@ -559,8 +580,36 @@ class OffloadGroup(GuardedState):
             key: tensor[at : at + n].view(self.params[index].local.shape) for key, tensor in flat.items()
         }
 
+    @cached_property
+    def sharded_params(self) -> list[Tensor]:
+        """What the optimizer has."""
+        return [param.sharded_param for param in self.params]
+
+    def count(self) -> None:
+        """One more update of those that were used, which stands."""
+        used = self.update.used
+        if all(used):
+            self.steps = [count + 1 for count in self.steps]
+            self._counts.add_(1.0)
+        else:
+            self.steps = [count + has for count, has in zip(self.steps, used, strict=True)]
+            self._counts.copy_(torch.tensor(self.steps, dtype=torch.float32))
+        self.update.end()
+
+    def show(self) -> None:
+        """`optimizer.state` shows the host's tensors themselves, so that state dicts and inspection work as
+        ever."""
+        assert self.optimizer is not None
+        dicts = [self.shown(index) for index in range(len(self.params))]
+        for sharded_param, state in zip(self.sharded_params, dicts, strict=True):
+            self.optimizer.state[sharded_param] = state
+        self._shown = _ShownState(dicts, {name: [state[name] for state in dicts] for name in dicts[0]})
+
     def unlike(self, states: Mapping[Any, Mapping[str, Any]]) -> ShardedParam | None:
         """A parameter of which `optimizer.state` does not show the host's own any more, or another count."""
+        counted = not self.form.update.counts or self._counts.tolist() == self.steps
+        if counted and self._shown.stands(list(map(states.get, self.sharded_params))):
+            return None
         flat = self._moments() if self.visible else {}
         places = {key: (tensor.data_ptr(), tensor.element_size()) for key, tensor in flat.items()}
         for param, (at, n), count in zip(self.params, self.spans, self.steps, strict=True):
@@ -583,8 +632,7 @@ class OffloadGroup(GuardedState):
             states = self.optimizer.state
             self.before_change()
             self.load([dict(states.get(param.sharded_param, {})) for param in self.params])
-            for index, param in enumerate(self.params):
-                states[param.sharded_param] = self.shown(index)
+            self.show()
 
     @property
     def moments(self) -> dict[str, str]:

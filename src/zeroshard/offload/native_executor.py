@@ -2,7 +2,11 @@
 
 Updates that transfer workers in C carry out, where nothing of a run's parts needs Python on the way: the same
 service as `executor`, and no thread that wants the interpreter.
-"""
+
+[Note: written once] From step to step the updates of a part differ in the gradient's address, the event of
+its landing and the numbers of the step. So what C reads is written down once, with all checks, and sent
+again with those changed. An update of other elements, or one that takes another back, is written down anew.
+One part has one update under way at a time, which `HostUpdates` sees to."""
 
 from __future__ import annotations
 
@@ -26,18 +30,52 @@ from .work import HostUpdate, StagedUpdate, UpdateExecutor, copy_events_of, coun
 _LOOK = 0.5  # seconds of waiting between two looks for failures
 
 
-@dataclass(frozen=True)
 class _SentUpdate(UpdateDone):
     """An update under way. Its part keeps this until the next one, so it holds no gradient."""
 
-    post: TransferWorkers
-    host_task: HostTask
+    def __init__(self, post: TransferWorkers, host_task: HostTask) -> None:
+        self.post, self.host_task = post, host_task
+        self._over = False
 
     def is_set(self) -> bool:
-        return self.host_task.done
+        return self._over or self.host_task.done
 
     def wait(self, timeout: float) -> bool:
-        return self.host_task.done or self.post.wait(self.host_task, timeout)
+        return self.is_set() or self.post.wait(self.host_task, timeout)
+
+    def end(self) -> None:
+        """It is done, and its task is about to be sent again, for another update."""
+        self._over = True
+
+
+@dataclass
+class _WrittenTask:
+    """A task as it was written down: for updates of these elements, with or without a bound. Sent again with
+    the numbers of each step; see [Note: written once]."""
+
+    host_task: HostTask
+    ranges: list[tuple[int, int]]
+    bounded: bool
+    sent: _SentUpdate | None = None
+
+    def fits(self, job: HostUpdate) -> bool:
+        return (
+            job.taken is None
+            and job.ranges is not None
+            and self.bounded == (job.bound is not None)
+            and self.ranges == [(run.start, run.stop) for run in job.ranges]
+        )
+
+    def renew(self, job: HostUpdate, sent: _SentUpdate) -> None:
+        """Write down what is new of an update like the one before, which is done."""
+        if self.sent is not None:
+            assert job.ranges is not None
+            self.sent.end()
+            numbers = [run.step.numbers() for run in job.ranges if run.start < run.stop]
+            most = None if job.bound is None else job.bound.most
+            source, landed, turn = job.flat.data_ptr(), job.landed.handle, job.part.update.turn
+            self.host_task.renew(source, landed, numbers, most, turn)
+        self.sent = sent
 
 
 class NativeExecutor(UpdateExecutor):
@@ -47,6 +85,7 @@ class NativeExecutor(UpdateExecutor):
         self.copies, self.team = copies, team
         self._memory, self._post = memory, post
         self._place: dict[int, StagingPlace] = {}  # by size: where tasks are taken to lie
+        self._written: dict[int, _WrittenTask] = {}  # by id(part)
         self._under_way: list[
             tuple[_SentUpdate, HostUpdate]
         ] = []  # and with the jobs, the gradients that are read
@@ -65,19 +104,19 @@ class NativeExecutor(UpdateExecutor):
 
     def submit(self, job: HostUpdate, backlog: int | None = None) -> None:
         self._let_go_of_done()
-        if not count_of(job):
+        part, written = job.part, self._written.get(id(job.part))
+        if written is None or not written.fits(job):
+            written = self._write(job)
+        if written is None:
             job.done.set()
-            job.part.update.send(job.done)
+            part.update.send(job.done)
             return
-        part, staged = job.part, StagedUpdate(job, self._stage(job.part.stage_bytes))
-        host_task = HostTask(self.team, *ways_of(staged), count_of(job), copy_events_of(job, self.copies))
-        host_task.address(self._memory.data_ptr(), staged.stage.memory.numel(), part.update.turn)
-        for task in tasks_of(staged, host_task):
-            task()  # which only writes down what is to be done
         if job.reader is not None:
             self._wait_at_gate(backlog)
         assert part.copy_events is not None
+        host_task = written.host_task
         sent = _SentUpdate(self._post, host_task)
+        written.renew(job, sent)
         with self._lock:
             self._under_way.append((sent, job))
         part.update.send(sent, part.copy_events[1])
@@ -87,6 +126,22 @@ class NativeExecutor(UpdateExecutor):
             assert self._gate is not None
             later = partial(self._send_later, host_task, part, job.reader, backlog)
             self._gated.append(self._gate.submit(later))
+
+    def _write(self, job: HostUpdate) -> _WrittenTask | None:
+        """The updates of a part and the copies around them, as C reads them; None where there are none. What
+        most steps ask for is kept."""
+        if not count_of(job):
+            return None
+        part, staged = job.part, StagedUpdate(job, self._stage(job.part.stage_bytes))
+        host_task = HostTask(self.team, *ways_of(staged), count_of(job), copy_events_of(job, self.copies))
+        host_task.address(self._memory.data_ptr(), staged.stage.memory.numel(), part.update.turn)
+        for task in tasks_of(staged, host_task):
+            task()  # which only writes down what is to be done
+        ranges = [(run.start, run.stop) for run, _, _ in job.steps()]
+        written = _WrittenTask(host_task, ranges, job.bound is not None)
+        if job.taken is None:
+            self._written[id(part)] = written
+        return written
 
     def _wait_at_gate(self, backlog: int | None) -> None:
         """Those that a save still has to copy wait on the device, too."""

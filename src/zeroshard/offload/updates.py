@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ class NormForecast:
         return math.isinf(self.limit) or self.norm * math.exp(self.swing) < self.limit
 
 
+_grad = attrgetter("grad")
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
 
 
@@ -272,7 +274,7 @@ class HostUpdates:
                 self._start(part, scale, undo=part.update.begun)
         self._let_go([part for part, keeps in zip(parts, stands, strict=True) if keeps])
         for part in parts:
-            self._count(part)
+            part.count()
         self._asked = 0
 
     def _let_go(self, parts: Sequence[OffloadGroup]) -> None:
@@ -295,7 +297,7 @@ class HostUpdates:
         for part in due:
             self.wait(part)
             part.update.ready.wait_on_host()
-            self._count(part)
+            part.count()
 
     def _step_deferred(self, members: Sequence[tuple[OffloadGroup, DeferredGrads]], shrinks: float) -> None:
         """What the loop has made of its gradients decides: let them alone, or multiplied them by one number;
@@ -332,14 +334,6 @@ class HostUpdates:
             self._settle_step(due, scales)
             if self.waits:
                 self.settle()
-
-    @staticmethod
-    def _count(part: OffloadGroup) -> None:
-        """One more update, which stands."""
-        part.steps = [count + used for count, used in zip(part.steps, part.update.used, strict=True)]
-        for shown, count in zip(part.shown_steps, part.steps, strict=True):
-            shown.fill_(count)
-        part.update.end()
 
     def go_on(self) -> None:
         """Decide how the next step's updates run, by the norms so far."""
@@ -439,7 +433,7 @@ class HostUpdates:
         begun = [p for p in final if unlimited or p.update.holding]
         self._let_go(begun)
         for part in begun:
-            self._count(part)
+            part.count()
         self.discard(self.parts)
         self.settle()
 
@@ -516,6 +510,8 @@ def _common_factor(part: OffloadGroup, deferred: DeferredGrads) -> float | None:
 def _refuse_strays(part: OffloadGroup) -> None:
     """A gradient that came to a sharded parameter itself is none of those that the host's update has begun
     with."""
+    if not any(grad is not None for grad in map(_grad, part.sharded_params)):
+        return
     for param in part.params:
         if param.sharded_param.grad is None:
             continue
