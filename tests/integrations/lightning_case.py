@@ -6,6 +6,7 @@ import csv
 import io
 import logging
 import os
+import pickle
 import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -27,6 +28,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -144,6 +146,46 @@ def trained(job: Job) -> Outcome:
     stage = run.options.stage if run is not None else None
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Outcome(model.losses, whole(model), logged, stage)
+
+
+class Frozen(Net):
+    """No optimizer, and a method of its own in place of torch's."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
+class PathIO(TorchCheckpointIO):
+    """A plugin of the user's, which looks at paths."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.kinds.append(type(path).__name__)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def without_optimizer(options: Plain, file: Path) -> tuple[list[float], list[str], bool]:
+    """Nothing is updated, and checkpoints go on."""
+    model, io = Frozen(), PathIO()
+    trainer = trainer_of(options, max_epochs=1, plugins=[io])
+    trainer.fit(model, data(8))
+    trainer.save_checkpoint(file)
+    model.zero_grad()
+    again = Frozen()
+    trainer_of(options, max_epochs=2).fit(again, data(8), ckpt_path=file)
+    same = all(torch.equal(a, b) for a, b in zip(whole(model).values(), whole(again).values(), strict=True))
+    return model.losses, io.kinds, same
+
+
+def sent_to_others() -> list[str]:
+    """Strategies, as they go to ranks that Lightning starts itself."""
+    strategies = [zsl.ZeroShardStrategy(stage=2), zsl.ZeroShardFabricStrategy(stage=2)]
+    return [type(pickle.loads(pickle.dumps(strategy))).__name__ for strategy in strategies]
 
 
 class Seen(pl.Callback):

@@ -29,9 +29,11 @@ from lightning_case import (
     looped,
     of_the_other_package,
     refused,
+    sent_to_others,
     shown,
     trained,
     two_models,
+    without_optimizer,
 )
 from outcomes import assert_near
 
@@ -240,6 +242,18 @@ def test_several_models_of_fabric_in_one_checkpoint(pool: Ranks, tmp_path: Path)
 )
 def test_what_is_refused(alone: Ranks, tmp_path: Path, case: str, words: str) -> None:
     assert words in alone.run(refused, case, str(tmp_path / "saved"))[0]
+
+
+def test_models_without_an_optimizer(alone: Ranks, tmp_path: Path) -> None:
+    for whole in (False, True):
+        options = {"stage": 3, "whole_checkpoints": whole}
+        losses, kinds, same = alone.run(without_optimizer, options, tmp_path / f"{whole}.ckpt")[0]
+        assert (len(losses), same) == (2, True)
+        assert kinds == (["PosixPath"] if whole else [])
+
+
+def test_strategies_can_be_sent_to_ranks(alone: Ranks) -> None:
+    assert alone.run(sent_to_others)[0] == ["ZeroShardStrategy", "ZeroShardFabricStrategy"]
 
 
 def test_names_of_strategies(alone: Ranks) -> None:

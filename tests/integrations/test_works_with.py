@@ -60,7 +60,7 @@ SAVED = {
     "pytorch_optimizer": ("AdEMAMix",),
 }
 #: Of pytorch_optimizer, those that look at all parameters for the update of each.
-ACROSS = ("AdaGC", "Adai", "AvaGrad", "DAdaptAdam", "DAdaptLion", "DAdaptSGD", "Prodigy")
+ACROSS = ("AdaGC", "Adai", "AvaGrad", "DAdaptAdam", "DAdaptLion", "DAdaptSGD", "LoRARite", "Prodigy")
 
 
 def needs(library: str) -> pytest.MarkDecorator:

@@ -67,6 +67,13 @@ class Finds(Own):
         return float(group["d"])
 
 
+class Careful(ByNorm):
+    """As LoRARite: passes over gradients of usual size."""
+
+    def factor(self) -> Tensor:
+        return super().factor() * all(bool(g.abs().max() < 0.1) for g in self.grads[:1])
+
+
 class Noisy(Own):
     def factor(self) -> Tensor:
         return torch.rand(())
@@ -110,6 +117,7 @@ def test_what_is_found_out() -> None:
         (Own, Findings()),
         (ByNorm, Findings(across=True)),
         (Finds, Findings(across=True)),
+        (Careful, Findings(across=True)),
         (Noisy, Findings(draws=True)),
         (Talks, Findings()),  # nobody to talk to here: it fails, and nothing is known
         (Evaluates, Findings(evaluates=True)),

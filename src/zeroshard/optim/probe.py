@@ -24,6 +24,7 @@ from zeroshard.kernels import StateRows, update_rows
 
 STEPS = 8  # after so many, step sizes that are found while training have left their beginnings
 CORNER, EACH = 4, 2  # the longest side of a copy, and how many are made of each number of dimensions
+SMALL = 1e-3  # gradients for an optimizer that passes over those of usual size
 SHARE = 1e-3  # of how far a parameter has moved; what depends on others moves it elsewhere by more
 NEAR = 3e-5  # the same, of what computes the same but for rounding
 _PLAIN = (int, float, bool, str, tuple, list, type(None))
@@ -72,10 +73,15 @@ def try_out(optimizer: Optimizer) -> Findings:
                 _trained(optimizer, chosen, closure=True)
                 return Findings(evaluates=True)
             return Findings()
+        scale = 1.0
+        if not _moved(usual):  # it passes over what is large
+            scale = SMALL
+            with suppress(Exception):
+                usual = _trained(optimizer, chosen, scale=scale)
         across = False
         with suppress(Exception):
             for kept in dict.fromkeys((0, len(chosen) - 1)) if len(chosen) > 1 else ():
-                other = _trained(optimizer, chosen, alone=kept)
+                other = _trained(optimizer, chosen, alone=kept, scale=scale)
                 apart = repr(usual.numbers) != repr(other.numbers)
                 across = across or apart or _differ(usual, other, kept)
         return Findings(across=across, draws=usual.drawn, nests=usual.nests)
@@ -132,6 +138,10 @@ class _Trained:
     nests: str  # see `Findings`
 
 
+def _moved(trained: _Trained) -> bool:
+    return any(not torch.equal(*pair) for pair in zip(trained.first, trained.last, strict=True))
+
+
 def _differ(one: _Trained, other: _Trained, index: int) -> bool:
     moved = (one.last[index] - one.first[index]).abs().max()
     apart = (one.last[index] - other.last[index]).abs().max()
@@ -155,9 +165,11 @@ def _trained(
     alone: int | None = None,
     closure: bool = False,
     inside: bool = False,
+    scale: float = 1.0,
 ) -> _Trained:
     """Copies of the chosen parameters after some steps of a copy of the optimizer; `inside`: of the one that
-    it has inside. `alone`: the one whose gradients are as ever; all others have large ones at random."""
+    it has inside. `alone`: the one whose gradients are as ever; all others have large ones at random.
+    `scale`: of all gradients."""
     noise = torch.Generator().manual_seed(1)
     copies = {id(param): _corner(param, noise) for param in chosen}
     template = _template(optimizer, copies)
@@ -174,7 +186,7 @@ def _trained(
 
     def evaluated() -> float:
         for index, param in enumerate(small):
-            param.grad = fixed[index].clone()
+            param.grad = fixed[index] * scale
         return 1.0
 
     for number in range(STEPS):
@@ -182,7 +194,7 @@ def _trained(
             own = torch.Generator().manual_seed(STEPS * index + number)
             usual = alone is None or index == alone
             changing = torch.randn(param.shape, generator=own).to(param)
-            param.grad = fixed[index] + changing / 2 if usual else 1e3 * changing
+            param.grad = (fixed[index] + changing / 2 if usual else 1e3 * changing) * scale
         step(template, evaluated) if closure else step(template)
     drawn = not torch.equal(torch.get_rng_state(), before)
     last = [param.detach().clone() for param in small]

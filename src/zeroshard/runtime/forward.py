@@ -333,9 +333,9 @@ class OptimizerCalls:
         update, optimizer, runtime = self._update, self._optimizer, self._runtime
         own_zero, own_add = optimizer.zero_grad, optimizer.add_param_group
 
-        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        def zero_grad(self: Optimizer, *args: Any, **keywords: Any) -> None:
             runtime.forget(optimizer)
-            own_zero(set_to_none)
+            own_zero(*args, **keywords)
 
         def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
             own_add(group)

@@ -275,7 +275,7 @@ class Hooks:
             self._keep(module.register_load_state_dict_pre_hook(weights.before))
             self._keep(module.register_load_state_dict_post_hook(weights.after))
 
-    def _zeroed(self, module: nn.Module, own: Callable[[bool], None], set_to_none: bool = True) -> None:
+    def _zeroed(self, module: nn.Module, own: Callable[..., None], *args: Any, **keywords: Any) -> None:
         """`zero_grad` of the model, or of a module: then what was accumulated for others stays."""
         runtime = self.runtime
         if module is self.model:
@@ -286,7 +286,7 @@ class Hooks:
                 if any(id(place.module) in inside for place in param.places):
                     param.unsharded_param.grad = None
             runtime.unsynced = any(param.unsharded_param.grad is not None for param in runtime.params)
-        own(set_to_none)
+        own(*args, **keywords)
 
     def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """`copy.deepcopy`: a plain module of its own. What is ours must not come along: the copy would enter

@@ -3,6 +3,7 @@ same, so these are made for each."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +27,9 @@ def classes_for(module: str, pytorch: str, fabric: str, install: str) -> tuple[A
         ) from missing
 
     def made(name: str, ours: type, theirs: type, **own: Any) -> Any:
-        return type(name, (ours, theirs), {"__module__": module, "__doc__": ours.__doc__} | own)
+        kind = type(name, (ours, theirs), {"__module__": module, "__doc__": ours.__doc__} | own)
+        setattr(sys.modules[module], name, kind)  # ranks that Lightning starts itself are sent objects of it
+        return kind
 
     started = {"environment": environments.TorchElasticEnvironment}
     control = made("_Control", SyncControl, fabrics.strategy._BackwardSyncControl)

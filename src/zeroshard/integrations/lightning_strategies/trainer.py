@@ -37,6 +37,8 @@ log = logging.getLogger("zeroshard")
 #: In the `extra` of a checkpoint: all that Lightning keeps beside weights and optimizers, as it pickles it.
 LIGHTNING = "lightning"
 _FIT = "fit"
+#: Lightning's class for what `configure_optimizers` has not made.
+_NONE = "_MockOptimizer"
 _OPTIMIZERS = "optimizer_states"
 #: What stands for the state of an optimizer until it is written.
 _ELSEWHERE = "zeroshard_optimizer"
@@ -115,7 +117,7 @@ class TrainerSharding(_Base):  # type: ignore[misc]
         if fits:
             self.setup_optimizers(trainer)
         if self.run is None:
-            made = [one for one in self.optimizers if fits and type(one).__name__ != "_MockOptimizer"]
+            made = [one for one in self.optimizers if fits and type(one).__name__ != _NONE]
             begin(module, made, self._options(trainer, made), not module.automatic_optimization)
         self.setup_precision_plugin()
         if fits:
@@ -217,8 +219,8 @@ class TrainerSharding(_Base):  # type: ignore[misc]
         return dict(self._shown.rows)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Where it is found."""
-        if self.run is None:
+        """Where it is found; of what stands for no optimizer, as Lightning has it."""
+        if self.run is None or type(getattr(optimizer, "_optimizer", optimizer)).__name__ == _NONE:
             return cast(dict[str, Any], super().optimizer_state(optimizer))
         return {_ELSEWHERE: self._number(optimizer)}
 
