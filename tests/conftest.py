@@ -75,6 +75,12 @@ def thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = kept
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before `recipes` is imported, here and by ranks: how many steps a training run has."""
+    if config.getoption("wide"):
+        os.environ["RECIPE_STEPS"] = "20"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wide", action="store_true", help="run all cases of tests that have many like them")
     told = "share tests out among sessions that name this folder: a file's go to the first that comes to it"

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, out of the way of work that makes thousands of objects and keeps them."""
+"""Pauses Python's cycle collector while work makes thousands of objects and keeps them."""
 
 from __future__ import annotations
 

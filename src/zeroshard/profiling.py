@@ -1,4 +1,4 @@
-"""Stretches of a run that `torch.profiler` shows by name, at no cost while it does not look."""
+"""Names spans of a run for `torch.profiler`. Without a profiler they cost nothing."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from test_launch_ranks import (
     alive,
     cli,
     command,
+    launch,
     script,  # noqa: F401  (a fixture)
     start,  # noqa: F401  (a fixture)
     started,
@@ -164,11 +165,19 @@ def test_streams_may_be_closed(script: Write, closed: str) -> None:
     assert sorted(done.stderr.splitlines()) == (["[rank 1] err 1", "err 0"] if kept else [])
 
 
+COMMAND_LINE = [sys.executable, "-m", "zeroshard", "run", "--ranks", "2"]  # imports torch beforehand
+LIGHT = command("2, sys.argv[1], tuple(sys.argv[2:])")
+
+
 @pytest.mark.parametrize(
-    "way",
-    ['"$@" /dev/stdin a <"$SCRIPT"', 'cat "$SCRIPT" | "$@" /dev/stdin a', '"$@" <(cat "$SCRIPT") a'],
+    ("way", "launcher"),
+    [
+        ('"$@" /dev/stdin a <"$SCRIPT"', COMMAND_LINE),
+        ('cat "$SCRIPT" | "$@" /dev/stdin a', LIGHT),
+        ('"$@" <(cat "$SCRIPT") a', LIGHT),
+    ],
 )
-def test_a_script_may_come_from_a_pipe(script: Write, way: str) -> None:
+def test_a_script_may_come_from_a_pipe(script: Write, way: str, launcher: list[str]) -> None:
     path = script(
         """
         import inspect
@@ -178,7 +187,7 @@ def test_a_script_may_come_from_a_pipe(script: Write, way: str) -> None:
         if rank == 1: raise ValueError('from a pipe')
         """
     )
-    words = ["bash", "-c", way, "bash", sys.executable, "-m", "zeroshard", "run", "--ranks", "2"]
+    words = ["bash", "-c", way, "bash", *launcher]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=300, env=ENVIRON | {"SCRIPT": str(path)}
     )
@@ -239,7 +248,7 @@ def test_a_launcher_that_another_starts_twice_is_refused(
         "PMIX_NAMESPACE": "job",
     }
     path = script("print('started')")
-    words = [sys.executable, "-m", "zeroshard", "run", "--ranks", "2", str(path)]
+    words = [*COMMAND_LINE, str(path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=ENVIRON | more | environ)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"on one host, and {who} has started it 2 times (this is number 1)" in done.stderr
@@ -249,9 +258,9 @@ def test_a_launcher_that_another_starts_twice_is_refused(
 def test_a_launcher_inside_a_rank_is_meant(script: Write) -> None:
     inner = script("print('inner', rank)")
     outer = inner.with_name("outer.py")
-    words = ["-m", "zeroshard", "run", "--ranks", "2", str(inner)]
-    outer.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, *{words!r}], check=True)")
-    done = cli("run", "--ranks", "2", str(outer))
+    words = [*COMMAND_LINE, str(inner)], command(f"2, {str(inner)!r}")
+    outer.write_text(f"import os, subprocess\nsubprocess.run({words!r}[int(os.environ['RANK'])], check=True)")
+    done = launch(f"2, {str(outer)!r}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("inner 1") == 2
 

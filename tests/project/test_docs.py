@@ -250,6 +250,44 @@ def test_every_result_is_told_of() -> None:
     assert not [path.name for path in RESULTS if path.resolve() not in told]
 
 
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+# Shares, rates, times of a step and the like, and ratios that are told in words.
+RATIO = r"× (?=(?:the|a|as|fewer|less|faster|slower)\b)"
+FIGURE = re.compile(rf"{NUMBER} (?:%|[KMGT]i?B/s|tokens/s|[mµ]s\b|s a step|times as|{RATIO})")
+# A result, the log, a page of results, a test, or where somebody else published it.
+SOURCE = re.compile(
+    r"\]\([^)]*(?:benchmarks/results/|log/|measurements\.md|tests/|https?://)|\btest(?:s|ed)?\b"
+)
+# Of rules and options, and no measurements: a margin within which plans are alike, a factor of momentum.
+NOT_MEASURED = re.compile(r"within 1 % of (?:it|a limit)|0\.9 × the last one")
+PAGES_OF_FIGURES = [d for d in DOCUMENTS if d.parent in (ROOT, *ROOT.glob("docs/**/"))]
+PAGES_OF_FIGURES = [d for d in PAGES_OF_FIGURES if d.parent.name != "log" and d.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("document", PAGES_OF_FIGURES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_figure_stands_without_what_it_was_measured_by(document: Path) -> None:
+    """A part of a page, from one heading to the next, that tells of a measured figure has a link to a result,
+    the log or what was published, or says that a test holds it. The log itself is such a source."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        told = FIGURE.findall(NOT_MEASURED.sub("", part))
+        assert not told or SOURCE.search(part), (part.partition("\n")[0], told)
+
+
+def test_a_figure_is_known_by_its_unit() -> None:
+    measured = [
+        "takes 12 % more",
+        "1.14 × the step",
+        "2.7 GB/s",
+        "0.35 s a step",
+        "in 5 ms",
+        "2 × fewer bytes",
+    ]
+    others = ["4 × 2048 tokens", "stage 3", "16Ψ/N", "after 20 steps", "1e-6", "2 × (N−1)/N"]
+    assert all(FIGURE.search(text) for text in measured)
+    assert not any(FIGURE.search(text) for text in others)
+
+
 @pytest.mark.parametrize("result", RESULTS, ids=lambda path: path.stem)
 def test_a_result_says_what_was_measured_where_and_how(result: Path) -> None:
     """Its script is there; its name has no date, so that a new run takes its place."""

@@ -115,7 +115,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class RMSNorm(nn.Module):
-    """In fp32, whatever comes in."""
+    """A root-mean-square norm that computes in fp32, whatever dtype its input has."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ class BertLayer(nn.Module):
 
 
 class Bert(nn.Module):
-    """With the head that fills masked words in."""
+    """BERT, with the head that fills masked words in."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()

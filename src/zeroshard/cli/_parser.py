@@ -1,4 +1,4 @@
-"""A command line that makes no sense is answered in one line, which names what is wrong with it."""
+"""Parses command lines. One that makes no sense is answered in one line, which names what is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, but that an option which was mistyped is named before one that is then missing."""
+    """An argparse parser that names a mistyped option before one that is missing because of that."""
 
     def refuse_unknown(self, words: Sequence[str]) -> None:
         """An option that the command does not have ends the program, with the nearest one that it does."""

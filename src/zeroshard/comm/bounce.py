@@ -15,8 +15,8 @@ HALF = 1 << 22
 
 
 def room(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that the buffer of a broadcast must have. Statistics that travel in every step take no more than
-    they are."""
+    """The bytes that the buffer of a broadcast needs: two halves for what is large, the exact size for small
+    statistics, which travel in every step."""
     total = sum(tensor.nbytes for tensor in tensors)
     return total if total <= HALF else 2 * HALF
 

@@ -136,7 +136,8 @@ def _is_group(group: object) -> bool:
 
 
 def _meeting(group: dist.ProcessGroup | None, timeout: float) -> tuple[Rendezvous, StoreWatch]:
-    """Where the ranks of a group come together for the next transport. Collective in call order."""
+    """Makes the rendezvous at which the ranks of a group build their next transport. All ranks call it in the
+    same order."""
     store = _own_store(group)
     watch = _shared_watch(group, store)
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -41,7 +41,7 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Between two ranks. `samples`: by size, the smallest first."""
+    """The speed of the link between two ranks. `samples`: by size, the smallest first."""
 
     first: int
     second: int

@@ -1,4 +1,4 @@
-"""One rank: nothing moves."""
+"""Implements the transport of a single rank, where nothing moves."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ class NodesTransport(Transport):
 
 
 class _Reduce:
-    """Inside the node, then across."""
+    """A reduction inside the node, and then between the nodes."""
 
     __slots__ = ("_across", "_begin", "_inside", "_transport", "wire")
 
@@ -390,7 +390,7 @@ class _Reduce:
 
 
 class _Gather:
-    """From other nodes, unless it is here, then round the node."""
+    """A gather from other nodes, unless the rows are here already, and then from the ranks of this node."""
 
     __slots__ = ("_begin", "_came", "_ended", "_relay", "_transport")
 
@@ -419,7 +419,7 @@ class _Gather:
 
 
 def _span(segments: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """From the first element of any segment to behind the last."""
+    """Returns the range that covers all segments: the first element of any, and the end of the last."""
     held = [(at, at + numel) for at, numel in segments if numel]
     return (min(at for at, _ in held), max(end for _, end in held)) if held else (0, 0)
 

@@ -16,7 +16,7 @@ from .transport import Counters, Cuts, TransportBuffer
 
 
 class PeerReader(Protocol):
-    """Whose operations they are. `reductions` and `gathers`: those that have not ended."""
+    """The transport that started these operations. `reductions` and `gathers`: those that have not ended."""
 
     control: Control
     counters: Counters

@@ -82,7 +82,7 @@ class Usual:
 
 
 def say(rank: int, waited: float, what: str, late: Sequence[Person]) -> None:
-    """One line on stderr."""
+    """Writes a line to stderr that says what a rank waits for, and for which others."""
     who = _listed(late)
     have = "has" if len(late) == 1 else "have"
     print(

@@ -1,4 +1,4 @@
-"""The one sum: shards of all ranks added in rank order. Every transport that adds on the host uses it."""
+"""Adds the shards of all ranks in rank order. Every transport that adds on the host uses it."""
 
 from __future__ import annotations
 

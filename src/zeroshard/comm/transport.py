@@ -313,7 +313,7 @@ class Transport(ABC):
         self.counters.add_received(kind, mine * (self.size - 1) * itemsize)
 
     def _count_all_to_all(self, kind: str, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Bytes to and from each rank; what a rank keeps does not travel."""
+        """Counts the bytes to and from each rank, without what a rank keeps for itself."""
         far = sum(sent[rank] for rank in self._far)
         self.counters.add_sent(kind, sum(sent) - sent[self.rank], far)
         self.counters.add_received(kind, sum(received) - received[self.rank])
@@ -333,7 +333,8 @@ class Transport(ABC):
 
 
 class SummingTransport(Transport):
-    """One whose sums are made on this side, by the thread that waits: a subclass says how by `reduce_by`."""
+    """A transport whose sums are made on this side, by the thread that waits: a subclass says how by
+    `reduce_by`."""
 
     traits = TransportTraits(adds_here=True)
 

@@ -57,7 +57,8 @@ def _scale(top, LEVELS: tl.constexpr):
 
 @triton.jit
 def _whole(wanted, usable, inverse, place, salt, LEVELS: tl.constexpr):
-    """Whole numbers of scales, as floats."""
+    """Rounds values to whole multiples of their scale and returns those numbers as floats; with `salt` the
+    rounding is stochastic."""
     steps = tl.where(usable[:, None], wanted, 0.0) * inverse[:, None]
     if salt is not None:
         mixed = wanted.to(tl.uint32, bitcast=True) ^ (place.to(tl.uint32) * GOLDEN + salt.to(tl.uint32))

@@ -283,7 +283,7 @@ class Ternary(BlockCodec):
         return values - self._decode_run(run)
 
     def _largest(self, values: Tensor) -> Tensor:
-        """Their places, a row for each block; of equals the first."""
+        """Returns the places of the largest values, a row for each block; of equal values the first ones."""
         bits = values.abs().view(torch.int32).to(torch.int64)
         order = torch.arange(255, 255 - values.shape[1], -1, device=values.device)
         found: Tensor = ((bits << 8) + order).topk(min(self.large, values.shape[1]), 1).indices

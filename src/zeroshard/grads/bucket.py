@@ -252,7 +252,7 @@ class ReducedBucket(Bucket):
 
     @cached_property
     def _starts(self) -> list[list[int]]:
-        """Where what goes to each of those views begins in the gradient."""
+        """For each tensor, the element of its gradient at which the part for each view begins."""
         slots, bands = self.pack.slots, self._bands
         return [[0] if self.flat else [s.rows(band.start)[0] * s.row for band, _ in bands] for s in slots]
 
@@ -546,7 +546,7 @@ class AllReduceBucket(ReducedBucket):
 
 
 class _ReduceThenGather:
-    """A second operation behind a first."""
+    """A reduction, and behind it the gather that brings its sums to all ranks."""
 
     def __init__(self, first: Work, then: Callable[[], Work], at_once: bool) -> None:
         self._first, self._then = first, then

@@ -58,7 +58,8 @@ class CodecWorkspace(GuardedState):
         return (self.turn * 1_000_003 + bucket * 65_537 + source * 257 + target) % 2**31
 
     def private(self) -> list[RankState]:
-        """Where codecs warm up, draw or keep something: from which turn they go on."""
+        """Returns the number of turns so far, for checkpoints: codecs that warm up, draw or keep something go
+        on from there."""
         if not self._remembers:
             return []
         return [RankState(f"({self._label})", "turns", ((0, self.turns),), "same", self)]

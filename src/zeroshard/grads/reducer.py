@@ -168,7 +168,7 @@ class Bucket(GuardedState, ABC):
     # ------------------------------------------------------------------ where it lands
 
     def make_room(self) -> None:
-        """What is shown is about to be overwritten."""
+        """Tells all buckets that the gradients which are shown are about to be overwritten."""
 
     @abstractmethod
     def receive(self, unseen: bool) -> None:
@@ -193,7 +193,8 @@ class Bucket(GuardedState, ABC):
 
     @abstractmethod
     def expect(self, names: set[str]) -> bool:
-        """The named gradients have been loaded where `rows_coming` said. Whether any is of this bucket."""
+        """Called when the named gradients have been loaded to where `rows_coming` said. Returns whether this
+        bucket has any of them."""
 
 
 class OwnBucket(Bucket):

@@ -290,7 +290,7 @@ class ModelLayout(ABC):
         return moves and gather_group.codec is not None and gather_group.compute in DTYPE_BYTES
 
     def code_bytes(self, gather_group: GatherGroupSpec, rank: int) -> int:
-        """Of one rank's rows."""
+        """Returns the bytes of the code that one rank's rows travel as."""
         assert gather_group.codec is not None
         return padded(gather_group.codec.wire_bytes(gather_group.body(rank)))
 

@@ -57,7 +57,7 @@ class ShardSpec:
 
     @cached_property
     def row(self) -> int:
-        """Elements of one row."""
+        """The number of elements in one row."""
         return prod(self.shape[1:])
 
     def rows(self, rank: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class RankLengths(tuple[int, ...]):
 
     @cached_property
     def even(self) -> bool:
-        """Whether all ranks have equally much."""
+        """Whether all ranks own equally many elements."""
         return min(self) == self.most
 
     @cached_property

@@ -41,7 +41,7 @@ class Holders:
         return [(old, name) for each, name in self._stood if (old := each()) is not None]
 
     def _places(self) -> dict[int, int]:
-        """By id of what stands in the model, or stood there: its number."""
+        """Maps the id of each parameter that is or was in the model to its number in `named_parameters()`."""
         numbers = {name: number for number, (name, _) in enumerate(self._module.named_parameters())}
         places = {id(p): numbers[name] for name, p in self._module.named_parameters()}
         return places | {id(old): numbers[name] for old, name in self._alive()}

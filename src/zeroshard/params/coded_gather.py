@@ -245,7 +245,7 @@ class DeltaGather(CodedGather):
 
 
 class _Fetch:
-    """A gather of codes. Some of it may be sent when it is waited for."""
+    """A gather of codes that counts what it sends, also what is sent only while somebody waits for it."""
 
     __slots__ = ("_kind", "_rows", "_work")
 

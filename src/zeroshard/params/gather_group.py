@@ -243,7 +243,8 @@ class GatherGroup:
 
     @property
     def refreshes(self) -> bool:
-        """Whether `refresh` has anything to do: not where sharded parameters are views of what peers read."""
+        """Whether `refresh` has anything to do. There is nothing where sharded parameters are views of the
+        memory that peers read."""
         copied = self.master is not None or self.rests.state != "device"
         return copied or self.coded is not None or self._mirrored
 

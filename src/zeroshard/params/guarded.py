@@ -82,7 +82,7 @@ class GuardedParam(nn.Parameter):
 
 
 class ParamGuard:
-    """The parameters of one run that wait."""
+    """The parameters of one run whose use waits for the host."""
 
     def __init__(self, before_use: Callable[[], None]) -> None:
         self._kind: Any = type("GuardedParam", (GuardedParam,), {"before_use": staticmethod(before_use)})

@@ -108,7 +108,7 @@ def word_for(func: Any) -> str:
 
 
 class RankReads:
-    """Those of one run."""
+    """The reads of one run."""
 
     def __init__(self, transport: ComparesRanks | None = None) -> None:
         # Weak: sharded parameters hold this, and may outlive the run.

@@ -307,8 +307,8 @@ def names_of(model: nn.Module, params: Iterable[ShardedParam]) -> dict[str, list
 
 
 class ReplacedParam(nn.Parameter):
-    """What is left of a parameter that a DTensor has replaced. A list of parameters made before `shard()`
-    would otherwise clip nothing, and keep the whole model in memory, without a word."""
+    """The class that a parameter gets once a DTensor has replaced it: any use raises. Otherwise a list of
+    parameters made before `shard()` would silently clip nothing, and keep the whole model in memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

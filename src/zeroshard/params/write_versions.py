@@ -46,7 +46,7 @@ def place_of(rows: torch.Tensor) -> int:
 
 
 class CopiedView(WriteVersions):
-    """Of what looks like a view."""
+    """The versions of rows by number (`p[0]`), which look like a view and are a copy: writing them raises."""
 
     def coming(self, rows: torch.Tensor) -> None:
         raise StateError(

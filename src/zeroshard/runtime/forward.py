@@ -71,8 +71,8 @@ def _tracks(norm: nn.Module) -> bool:
 
 
 class Still:
-    """Norms compute as ever, and leave their statistics as they are: with a momentum of zero, and nothing to
-    count in. To give them no statistics would not do, since autograd then saves other tensors.
+    """While active, norms leave their running statistics as they are: their momentum is zero, and batches are
+    not counted. Without statistics they would do so too, but autograd would save other tensors.
 
     Entered for every backward that goes through the graph: a graph may be kept."""
 
@@ -99,7 +99,8 @@ _UNLIKE = ("same dtype", "expected scalar type", "Input type", "expected m1 and 
 
 
 class ForwardMethods:
-    """Those of one run. `known`: modules whose forward is one; `methods`: what stands in place of others."""
+    """The forward methods of one run. `known`: modules whose forward is one; `methods`: what stands in place
+    of others."""
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._model, self.runtime = model, runtime

@@ -128,7 +128,7 @@ def _expected(optimizer: Optimizer, key: str, whole: tuple[int, ...]) -> tuple[i
 
 
 def _refuse_division(param: ShardedParam, key: str, value: Tensor, rank: int) -> None:
-    """DTensors of the right shape whose rows are others than this run's."""
+    """Raises for a DTensor of the right shape that holds other rows than this rank owns."""
     if tuple(value.shape) == param.slot.shape and _divided_otherwise(param, value, rank):
         raise ModelError(f"{_WHAT}: `{key}` of `{param.name}` {_others(param, value, rank)}")
 

@@ -26,7 +26,7 @@ _early, _late = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad
 
 
 class LateHooks:
-    """Finds them. Those that were there before, `shard()` itself has refused."""
+    """Finds hooks that were registered after `shard()`, which refuses those that were there before."""
 
     def __init__(self, sharded_tensors: ShardedTensors, params: Sequence[ShardedParam], size: int) -> None:
         self._writes, self._names = sharded_tensors.writes, [param.name for param in params]
@@ -151,7 +151,7 @@ def _change(fn: Applied, device: torch.device, like: Tensor, value: int) -> str 
 
 
 def _alike(result: Tensor, probe: Tensor) -> bool:
-    """Whether it is a copy at most, as `.to("cpu:0")` makes one."""
+    """Whether `result` has the values and strides of `probe`, as a copy by `.to("cpu:0")` has."""
     return result is probe or (result.stride() == probe.stride() and torch.equal(result, probe))
 
 

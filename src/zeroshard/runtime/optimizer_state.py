@@ -270,7 +270,7 @@ def dense(tensor: Tensor) -> bool:
 
 
 def _plain(value: object) -> bool:
-    """Whether it comes out of JSON as it went in."""
+    """Whether a value can be stored as JSON and read back unchanged."""
     return value is None or type(value) in (bool, int, float, str)
 
 

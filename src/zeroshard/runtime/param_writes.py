@@ -224,8 +224,8 @@ _version_of, _grad = attrgetter("_version"), attrgetter("grad")
 
 
 class VersionCounters:
-    """Counts them on the unsharded parameters of a run, of those parameters that do not share a count with
-    their sharded parameter."""
+    """Counts writes on the unsharded parameters of a run, where these do not share a version counter with
+    their sharded parameters."""
 
     def __init__(self, params: Sequence[ShardedParam], writes: WriteVersions) -> None:
         self._apart = [param for param in params if not param.one_count]

@@ -410,7 +410,7 @@ class PlanGuard:
         return _CAUSES.get(kind, "")
 
     def _is_ours(self, kind: str, actual: int) -> bool:
-        """Peaks that a GPU's allocator had before this run are not its."""
+        """Whether a peak is of this run: the GPU's allocator also counts what was there before."""
         return kind not in ("activations", "device") or actual > self._peak_before
 
 

@@ -66,7 +66,7 @@ from .unit import (
 
 
 class StepCounter:
-    """Counts at the first optimizer that follows a backward, and at any that comes again without one."""
+    """Counts steps: at the first optimizer that follows a backward, and at one that steps again without."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -419,7 +419,7 @@ class Runtime:
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self) -> None:
-        """Called at every sign of a backward; acts on the first."""
+        """Prepares for a backward. Every hook that sees one calls this; only the first call of each acts."""
         if self.closed:
             raise after_close()
         task = _current_graph_task_id()

@@ -103,8 +103,8 @@ class RunningUnit:
         self._again: set[nn.Module] = set()  # some of its entries will be made again in the next
 
     def follow_sharded_params(self) -> None:
-        """`requires_grad` is the user's to change, on the sharded parameters of parameters that there are
-        buckets for."""
+        """Takes over what the user has set as `requires_grad` on sharded parameters. Unfreezing a parameter
+        without a bucket raises."""
         optimizer_places, names, sharded_params = self._stand
         if not all(map(is_, map(dict.get, optimizer_places, names), sharded_params)):
             raise self._replaced()

@@ -36,7 +36,7 @@ TOLD = 200  # changes that are remembered, the last ones: on a restless link the
 
 @dataclass
 class _MeasuredWindow:
-    """What has been seen since it was opened."""
+    """What has been measured since this window was opened."""
 
     opened: float
     waited: float

@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from imports last, and nobody else.
+"""Imported last by the server that ranks are forked from, and by nobody else.
 
 Objects that are there before a rank is forked stay until it ends. Python's collector need not look at them
 again, which would take a quarter of a second in each new rank, nor write to their pages, which ranks share.

@@ -1,4 +1,4 @@
-"""The ledger of how many bytes exist for what."""
+"""Counts how many bytes exist for what."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ class TierCopies:
     def back(
         self, device: Sequence[Tensor], host: Sequence[Tensor], after: CopyMark | None = None
     ) -> CopyMark:
-        """Copy to the device. `after`: a moment before which the device still reads what is overwritten."""
+        """Copy to the device. The copy begins when `after` has passed: until then the device reads what is
+        overwritten."""
         return self._copy(self.in_stream, device, host, after)
 
     def here(self) -> CopyMark:

@@ -54,7 +54,7 @@ class StackFrame(NamedTuple):
 
 
 class StackProbe:
-    """Looks at the thread that made it."""
+    """Looks at the stack of the thread that made this probe."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
