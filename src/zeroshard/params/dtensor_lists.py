@@ -74,7 +74,7 @@ def _norms(args: Any, kwargs: dict[str, Any], by_torch: Callable[[Any], DTensor]
     for seen, norm in zip(first, norms, strict=True):
         key = seen.division is None, norm.dtype
         if key not in specs:
-            specs[key] = by_torch([seen])._spec
+            specs[key] = _spec_like(by_torch([seen])._spec, norm.dtype)
         made.append((norm, specs[key]))
     return made
 

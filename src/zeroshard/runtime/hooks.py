@@ -27,6 +27,7 @@ from zeroshard.params.sharded_param import ShardedParam
 from zeroshard.params.widening import Widening, has_forward
 from zeroshard.runtime import clipping
 
+from .asked_gradients import watch
 from .forward import ForwardMethods, OptimizerCalls, UnitCalls, has_synced, recomputed
 from .full_state import LoadedWeights
 from .loading import refuse_state
@@ -35,6 +36,7 @@ from .optimizer_state import show_state, take_state, widen_state
 from .rank_agreement import together
 from .runtime import Runtime, arrived, strayed
 from .unit import RunningUnit
+from .wrapper_words import tell_of_wrappers
 
 _MODES = ("train", "eval")  # of schedule-free optimizers
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,6 +77,8 @@ class Hooks:
         self._watch_for_strangers()
         if any(unit.sharded for unit in self.runtime.units):
             self._ends.append(finalize(self, self.runtime.saved.watch()))
+        self._ends.append(finalize(self, watch(self.runtime)))
+        tell_of_wrappers(lambda module: hooks_of(module) is not None)
         self._on_root()
         for update in self.runtime.updates:
             self._on_optimizer(update)
