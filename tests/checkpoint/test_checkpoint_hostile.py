@@ -138,6 +138,25 @@ def test_manifests_that_would_eat_memory(folder: Path) -> None:
     assert "NaN is not JSON" in refusal(folder)
 
 
+def test_entries_are_parsed_a_few_lines_at_a_time_and_wherever_lines_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "manifest.json"
+    raw, good = path.read_bytes(), read_manifest(folder)
+    monkeypatch.setattr("zeroshard.checkpoint.manifest._BATCH", 1)
+    assert read_manifest(folder) == good
+    path.write_bytes(signed(raw.replace(b",[[0,", b",\n[[0,")))
+    assert read_manifest(folder).entries == good.entries
+    ends = {
+        b'],"entries":{"a":[1': "is not valid JSON",
+        b',"x"': "malformed tensor",
+        b',\n"x"': "malformed tensor",
+    }
+    for end, said in ends.items():
+        path.write_bytes(signed(raw[: -len(b"\n]}\n")] + end + b"\n]}\n"))
+        assert said in refusal(folder)
+
+
 def test_links_pipes_and_folders_in_place_of_files(folder: Path, tmp_path: Path) -> None:
     file, secret = folder / FILE, tmp_path / "secret"
     os.rename(file, secret)

@@ -25,11 +25,11 @@ def asked(placing: Placing, limit: int | None = None, **changes: Any) -> Plannin
     again = placing != "device"
     made = problem(1000, world=1, placings=(placing,), stages=(2,), recomputes=(again,))
     made = dataclasses.replace(made, options=dataclasses.replace(made.options, **changes))
-    return made if limit is None else dataclasses.replace(made, limit=limit)
+    return made if limit is None else made.limited(device=limit)
 
 
 def least(of: PlanningProblem, **changes: Any) -> Candidate:
-    return price(of, of.way(2, of.placings[0], of.recomputes[0], True, changes))
+    return price(of, of.way(2, of.choices.placings[0], of.choices.recomputes[0], True, changes))
 
 
 def test_a_split_master_is_chosen_where_a_plain_one_does_not_fit() -> None:
@@ -44,9 +44,9 @@ def test_a_split_master_is_chosen_where_a_plain_one_does_not_fit() -> None:
         choose(asked("device", limit, precision=zs.Precision("float16")))
     host = asked("state on host", clip_norm=1.0)
     share = (least(host, master="split").host + least(host).host) // 2
-    assert choose(dataclasses.replace(host, host_limit=share)).chosen.splits
+    assert choose(host.limited(host=share)).chosen.splits
     with pytest.raises(zs.PlanError, match="pass clip_norm= in place of the loop's clipping"):
-        choose(dataclasses.replace(asked("state on host"), host_limit=share))
+        choose(asked("state on host").limited(host=share))
 
 
 def test_gradients_wait_on_the_host_where_the_device_has_no_room_for_them() -> None:
@@ -66,7 +66,7 @@ def test_a_refusal_has_each_exact_change_with_its_step_and_the_rounding_ones_apa
     """24.1 B on one GPU with 137 GiB and 112 GiB of host memory, here in small: no exact way has room without
     a disk. What is advised plans, and takes what was said."""
     whole = least(one := asked("state on host", clip_norm=1.0))
-    small = dataclasses.replace(one, placings=PLACINGS, limit=whole.device, host_limit=whole.host // 2)
+    small = one.allowing(placings=PLACINGS).limited(device=whole.device, host=whole.host // 2)
     with pytest.raises(zs.PlanError) as refused:
         choose(small)
     text = str(refused.value)
@@ -76,7 +76,7 @@ def test_a_refusal_has_each_exact_change_with_its_step_and_the_rounding_ones_apa
     coded = re.search(r"Rounding: pass offload=(zs\.Offload\(.*\)) \(estimated [0-9.]+ s a step\)\.$", text)
     assert disk is not None, text
     assert coded is not None, text
-    there = choose(dataclasses.replace(small, disk_path="/tmp")).chosen
+    there = choose(small.limited(path="/tmp")).chosen
     assert there.disk
     assert there.step == pytest.approx(float(disk.group(2)), rel=0.01)
     offload = eval(coded.group(1))  # what it says can be typed

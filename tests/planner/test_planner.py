@@ -24,7 +24,7 @@ from zeroshard.options import Options
 from zeroshard.planner.candidates import moments_of
 from zeroshard.planner.choice import choose
 from zeroshard.planner.plan import Plan
-from zeroshard.planner.planning_problem import PlanningProblem
+from zeroshard.planner.planning_problem import OpenChoices, PlannedStep, PlanningProblem, TierLimits
 from zeroshard.planner.signatures import blocks_of, rules_of, tokens
 from zeroshard.planner.trace import ExampleInputs, Tracer
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
@@ -280,9 +280,12 @@ def problem(limit: float, blocks: int = 12, **changes: Any) -> PlanningProblem:
     }
     asked = PlanningProblem(
         "Huge", blocks_of(model, None, "auto"), rules_of(None), Options(precision="bf16"), 8,  # type: ignore[arg-type]
-        int(limit * GIB), machine("H100"), trace=lambda options: composed_of(segments, options),
+        TierLimits(int(limit * GIB)), machine("H100"),
+        PlannedStep(lambda options: composed_of(segments, options)),
     )  # fmt: skip
-    return dataclasses.replace(asked, **changes)
+    open_choices = {f.name for f in dataclasses.fields(OpenChoices)}
+    chosen = {name: changes.pop(name) for name in open_choices.intersection(changes)}
+    return dataclasses.replace(asked, **changes).allowing(**chosen)
 
 
 def test_a_generous_limit_changes_nothing() -> None:
@@ -328,15 +331,15 @@ def test_a_refusal_names_the_peak_and_what_would_fit() -> None:
     assert "activations" in text
     assert "Sharding cannot shrink activations: allow recompute=True (estimated 1.19 s a step), or " in text
     advised = float(text.rpartition('limit="')[2].partition("GiB")[0])
-    choose(dataclasses.replace(asked, limit=int(advised * GIB)))  # what it says is true
-    assert choose(dataclasses.replace(asked, recomputes=(False, True))).chosen.recompute
+    choose(asked.limited(device=int(advised * GIB)))  # what it says is true
+    assert choose(asked.allowing(recomputes=(False, True))).chosen.recompute
 
 
 def test_host_memory_is_a_limit_too() -> None:
-    asked = problem(1000, placings=("state on host",), host_limit=GIB // 8)
+    asked = problem(1000, placings=("state on host",)).limited(host=GIB // 8)
     with pytest.raises(zs.PlanError, match="of host memory per node"):
         choose(asked)
-    plan = choose(dataclasses.replace(asked, host_limit=100 * GIB))
+    plan = choose(asked.limited(host=100 * GIB))
     assert plan.chosen.host * 8 <= 100 * GIB
 
 

@@ -27,7 +27,7 @@ def test_python_holds_up_the_pass_that_it_is_slow_in() -> None:
         segments = tuple(StepSegment(unit.name, **work) for unit in base.units)
         clip = {"clip_norm": 1.0} if offload is not None else {}
         options = dataclasses.replace(base.options, stage=0, offload=offload, **clip)
-        return dataclasses.replace(base, options=options, trace=lambda _: segments)
+        return dataclasses.replace(base, options=options).stepping(trace=lambda _: segments)
 
     def priced(of: PlanningProblem) -> Candidate:
         return price(of, of.options)
@@ -142,7 +142,7 @@ def test_gradients_of_stage_0_come_back_beside_backward_and_codes_when_it_is_ove
         segments = tuple(StepSegment(unit.name, flops=10**12, back=3 * 10**12) for unit in asked.units)
         clip = {"clip_norm": 1.0} if offload is not None else {}
         options = dataclasses.replace(asked.options, stage=0, offload=offload, **clip, **more)
-        return price(dataclasses.replace(asked, trace=lambda _: segments), options)
+        return price(asked.stepping(trace=lambda _: segments), options)
 
     for gpu in (True, False):
         fast, slow = (priced(link, gpu=gpu) for link in (1e18, 1e11))

@@ -233,8 +233,9 @@ class CheckpointReader:
         """All rows of an entry in memory; refused when the machine has not that much left."""
         _check_memory(entry.bytes, entry)
         tensor = torch.empty(entry.shape, dtype=DTYPE[entry.dtype])
-        for first, rows in self.rows(entry, 0, entry.height):
-            (tensor[first : first + rows.shape[0]] if entry.shape else tensor).copy_(rows)
+        for span in entry.spans:
+            place = tensor[span.start : span.stop] if entry.shape else tensor
+            self.fill(entry, span, span.start, span.stop, place)
         return tensor
 
 

@@ -65,6 +65,7 @@ REMOVING = re.compile(r"\.(.+)\.removing-[0-9a-f]{16}", re.DOTALL)
 # Seconds without a write after which a save by another host counts as dead: its lock may not be visible here.
 STALE = 120.0
 _GATE_WAIT = 10.0
+_LONGEST = 4096  # bytes that say whose a file is
 # Seconds that forked children (data loader workers) of a dead process may go on holding its lock.
 ORPHANS = 6.0
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL)
@@ -86,18 +87,11 @@ class SaveLock:
     """The right to save to `target`, from `take` to `commit` and `release`."""
 
     target: Path
-    token: str
+    holder: Path
+    staging: Path  # named by the token
     fd: int
     kind: LockKind
     overwrite: bool
-
-    @property
-    def holder(self) -> Path:
-        return holder_of(self.target)
-
-    @property
-    def staging(self) -> Path:
-        return self.holder / self.token
 
     def commit(self) -> None:
         """Make the staging folder the checkpoint at `target`, in one step. What was there goes with the
@@ -148,10 +142,21 @@ def take(target: Path, kind: LockKind = CHECKPOINT, overwrite: bool = True) -> S
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         check_target(target, kind, overwrite)
-        holder, token = holder_of(target), secrets.token_hex(8)
+        holder = holder_of(target)
+        staging = holder / secrets.token_hex(8)
         with gate(target.parent) as held:
             gone = settle(target, held) if os.path.lexists(holder) else None
-            fd = _found(holder, token)
+            holder.mkdir()
+            fd = -1
+            try:
+                fd = os.open(holder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                lock(fd, 0)
+                _sign(fd, {"token": staging.name})
+                staging.mkdir()
+            except OSError:  # all of it, or nothing when the disk has no room for it
+                unlock(fd)
+                shutil.rmtree(holder, ignore_errors=True)
+                raise
         if gone:
             shutil.rmtree(gone, ignore_errors=True)
     except FileExistsError as error:
@@ -160,7 +165,7 @@ def take(target: Path, kind: LockKind = CHECKPOINT, overwrite: bool = True) -> S
         ) from error
     except OSError as error:
         raise os_error(error, "preparing to save to", target) from error
-    return SaveLock(target, token, fd, kind, overwrite)
+    return SaveLock(target, holder, staging, fd, kind, overwrite)
 
 
 def check_target(target: Path, kind: LockKind = CHECKPOINT, overwrite: bool = True) -> None:
@@ -203,7 +208,7 @@ def settle(target: Path, held: bool) -> Path | None:
     if (holder / OWNER).exists():
         fd = os.open(holder / OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        owner = _owner(holder)
+        owner = _owner_in(holder / OWNER)
         if fd < 0 or "boot" not in owner:
             # Not signed yet: being born, if others can create while we look; else it died in between.
             living = not held and time.time() - _newest(holder) < STALE
@@ -265,31 +270,18 @@ def unlock(fd: int) -> None:
         os.close(fd)
 
 
-def _found(holder: Path, token: str) -> int:
-    """Create a holder, or nothing when the disk has no room for it."""
-    holder.mkdir()
-    fd = -1
+def _sign(fd: int, more: dict[str, Any]) -> None:
+    """Say in a locked file whose it is."""
+    whose = {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot_id()}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(whose | more).encode(), 0)
+
+
+def _owner_in(path: Path) -> dict[str, Any]:
+    """Whose a file says that it is; nothing where it cannot be read."""
     try:
-        fd = os.open(holder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        _sign(fd, token)
-        (holder / token).mkdir()
-    except OSError:
-        unlock(fd)
-        shutil.rmtree(holder, ignore_errors=True)
-        raise
-    return fd
-
-
-def _sign(fd: int, token: str) -> None:
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot_id(), "token": token}
-    lock(fd, 0)
-    os.write(fd, json.dumps(owner).encode())
-
-
-def _owner(holder: Path) -> dict[str, Any]:
-    try:
-        with open(holder / OWNER, "rb") as file:
-            owner = json.loads(file.read(4096))
+        with open(path, "rb") as file:
+            owner = json.loads(file.read(_LONGEST))
         return owner if isinstance(owner, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
@@ -336,7 +328,6 @@ FILE = ".zeroshard-run"
 BEAT = 10.0  # seconds from one touch of a claim to the next
 RECENT = 4  # folders that a run keeps as its own
 FOLDER_STALE = 120.0  # seconds without one after which the process of another machine counts as dead
-_LONGEST = 4096  # bytes of a claim
 
 log = logging.getLogger("zeroshard")
 
@@ -355,13 +346,9 @@ class FolderLock:
     holders: set[int] = field(default_factory=set)  # ids of the `RunFolders` that want it
 
     @property
-    def path(self) -> Path:
-        return self.folder / FILE
-
-    @property
     def stands(self) -> bool:
         """Whether the file is still this one; somebody may have removed it, or taken it over."""
-        return _folder_owner(self.path).get("token") == self.token
+        return _owner_in(self.folder / FILE).get("token") == self.token
 
     def beat(self) -> None:
         if self.fd >= 0:
@@ -374,7 +361,7 @@ class FolderLock:
             return
         with suppress(OSError), gate(self.folder):
             if self.stands:
-                self.path.unlink()
+                (self.folder / FILE).unlink()
         unlock(self.fd)
         self.fd = -1
 
@@ -402,14 +389,16 @@ class RunFolders:
                     raise os_error(error, "claiming", folder) from error
                 with _mutex:
                     if known is not None:
-                        found.holders |= known.holders
+                        found.holders.update(known.holders)
                         unlock(known.fd)
                     _held_locks[folder] = known = found
             known.holders.add(id(self))
             with _mutex:
                 _held_locks[folder] = _held_locks.pop(folder)  # the latest comes last
                 self._give_up([f for f, held in _held_locks.items() if id(self) in held.holders][:-RECENT])
-        _beating()
+                if not _beats or not _beats[0].is_alive():  # a thread touches what is claimed
+                    _beats[:] = [threading.Thread(target=_beat, name="claim", daemon=True)]
+                    _beats[0].start()
 
     def release(self) -> None:
         """Give up what no other run of this process saves into."""
@@ -449,14 +438,6 @@ _held_locks: dict[Path, FolderLock] = {}
 _taking = threading.Lock()  # held while a claim is made, which may take minutes
 _mutex = threading.Lock()  # held while claims, and their files, are used or closed
 _beats: list[threading.Thread] = []
-
-
-def _beating() -> None:
-    """See that a thread touches what is claimed."""
-    with _mutex:
-        if not _beats or not _beats[0].is_alive():
-            _beats[:] = [threading.Thread(target=_beat, name="claim", daemon=True)]
-            _beats[0].start()
 
 
 def _beat() -> None:
@@ -537,17 +518,17 @@ def _try(folder: Path, job: dict[str, Any]) -> FolderLock | _OtherLock:
     fd = os.open(path, flags, 0o666)
     keep = False
     try:
-        owner, state = _folder_owner(path), lock(fd, 0)
+        owner, state = _owner_in(path), lock(fd, 0)
         if state == "busy" and not _orphaned(fd, owner):
             if _same_job(owner, job):
                 return FolderLock(folder, str(owner["token"]), -1)
-            raise _living(folder, _folder_owner(path) or owner)
+            raise _living(folder, _owner_in(path) or owner)
         if owner and not _dead(owner, state):
             touched = os.fstat(fd).st_mtime
             if (age := _now(folder) - touched) < FOLDER_STALE:
                 return _OtherLock(owner, touched, age)
         token = secrets.token_hex(8)
-        _sign_folder(fd, token, job)
+        _sign(fd, {"machine": _machine(), **job, "since": time.time(), "token": token})
         keep = True
         return FolderLock(folder, token, fd)
     finally:
@@ -574,22 +555,6 @@ def _dead(owner: dict[str, Any], state: str) -> bool:
 
 def _same_job(owner: dict[str, Any], job: dict[str, Any]) -> bool:
     return bool(job["job"]) and owner.get("job") == job["job"] and owner.get("rank") != job["rank"]
-
-
-def _sign_folder(fd: int, token: str, job: dict[str, Any]) -> None:
-    whose = {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot_id(), "machine": _machine()}
-    text = json.dumps(whose | job | {"since": time.time(), "token": token}).encode()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, text, 0)
-
-
-def _folder_owner(path: Path) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            owner = json.loads(file.read(_LONGEST))
-        return owner if isinstance(owner, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
 
 
 def _now(folder: Path) -> float:

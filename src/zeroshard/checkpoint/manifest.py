@@ -280,7 +280,8 @@ def _in_batches(raw: bytes | bytearray, at: int, where: str) -> Iterator[Any]:
         try:
             items = parse(b"[" + raw[at:stop].rstrip(b",") + b"]", where)
         except CheckpointError:  # not one to a line after all
-            items, stop = parse(raw, where)["entries"][given:], end
+            data, stop = parse(raw, where), end
+            items = BlockCheck(where).list(data if isinstance(data, dict) else {}, "entries")[given:]
         given += len(items)
         yield from items
         at = stop + 1

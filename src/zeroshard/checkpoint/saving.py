@@ -196,7 +196,7 @@ class SaveJob:
                 f"saving to {self.target} needs {needs} and {has} are free there. "
                 f"Free space, save elsewhere, or {keep}."
             )
-        return self._lock.token
+        return self._lock.staging.name
 
     def _removes(self, path: Path) -> bool:
         """Whether a checkpoint that exists may go unasked: of a run, those that it saved or went on from."""

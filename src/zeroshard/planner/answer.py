@@ -35,7 +35,7 @@ from zeroshard.sizes import parse_bytes, show_seconds
 from .candidates import PictureFrame, frames_of
 from .choice import choose
 from .plan import Plan, Rate, options_of
-from .planning_problem import HalfBatch, PlanningProblem, placing_of
+from .planning_problem import HalfBatch, OpenChoices, PlannedStep, PlanningProblem, TierLimits, placing_of
 from .pricing import ring_seconds
 from .signatures import (
     blocks_of,
@@ -128,7 +128,7 @@ def problem_of(
     if (device := _named_device(wanted)) is not None:
         machine, wanted["limit"] = device, device.memory
     check_asked(wanted)
-    optimizers = _listed(optimizer)
+    optimizers = None if optimizer is None else optimizers_of(optimizer)
     refuse_model(model, "plan()")
     refuse_optimizers(model, optimizers or (), "plan()")
     site = Site(_ranks(ranks, wanted), machine)
@@ -260,7 +260,7 @@ def _assumptions(problem: PlanningProblem) -> Iterator[str]:
         f"Between host and device {machine.pcie / 1e9:,.0f} GB/s; Python launches a kernel in "
         f"{machine.launch * 1e6:.0f} µs."
     )
-    if problem.trace is None:
+    if problem.step.trace is None:
         yield "No batch was given: activations are not counted, nor is the time of computing."
 
 
@@ -305,25 +305,28 @@ def model_problem_for(
         rules=rules,
         options=options,
         world=site.ranks,
-        limit=_limit(wanted, per_node),
+        limits=TierLimits(
+            _limit(wanted, per_node),
+            optional("host_limit"),
+            optional("disk_limit"),
+            wanted.get("disk_path"),
+            shared=site.one_memory and "memory_limit_per_node" in wanted,
+            by_node="memory_limit_per_node" in wanted,
+        ),
         machine=replace(site.machine, node=wanted.get("ranks_per_node") or site.machine.node),
-        host_limit=optional("host_limit"),
-        disk_limit=optional("disk_limit"),
-        disk_path=wanted.get("disk_path"),
-        inputs=resting + (inputs.nbytes if inputs else 0),
-        micro_batches=wanted.get("micro_batches", 1),
+        step=PlannedStep(
+            inputs=resting + (inputs.nbytes if inputs else 0), micro_batches=wanted.get("micro_batches", 1)
+        ),
+        choices=OpenChoices(**_choices(options, given, wanted.get("precisions")) | stages),
         traits=site.traits,
-        shared=site.one_memory and "memory_limit_per_node" in wanted,
-        by_node="memory_limit_per_node" in wanted,
         narrows=takes(model, Precision()),
-        **_choices(options, given, wanted.get("precisions")) | stages,
     )
-    for precision in problem.precisions or ():
+    for precision in problem.choices.precisions or ():
         refuse_precision(model, precision)
     if inputs is not None:
         traces = StepTraces(problem, model, inputs, wanted.get("loss"))
-        problem = replace(problem, trace=traces, half=_half(traces, batch, resting))
-        problem = replace(_learnt(problem, "recompute" not in given), bounded=traces.bounded)
+        problem = problem.stepping(trace=traces, half=_half(traces, batch, resting))
+        problem = _learnt(problem, "recompute" not in given).stepping(bounded=traces.bounded)
     if "disk_limit" in wanted and "disk_path" not in wanted and options.offload is None:
         raise OptionError("disk_limit= needs disk_path=, a folder on that disk.")
     return ModelProblem(
@@ -350,7 +353,7 @@ def _learnt(problem: PlanningProblem, may_recompute: bool) -> PlanningProblem:
     and which of them backward wants again, if it is not that of registration and all; and, where that `may`
     be chosen, whether units can be recomputed."""
     asked = next(problem.by_precision())
-    segments = asked.segments(asked.way(asked.stages[0], recompute=asked.recomputes[0]))
+    segments = asked.segments(asked.way(asked.choices.stages[0], recompute=asked.choices.recomputes[0]))
     used = {name for segment in segments for name in segment.order}
     trainable = {w.name for unit in problem.units for w in unit.weights if w.trainable}
     visits = tuple(
@@ -360,9 +363,9 @@ def _learnt(problem: PlanningProblem, may_recompute: bool) -> PlanningProblem:
     chain = [visit.unit for visit in entered] == list(problem.names)
     if chain and all(visit.reached and visit.needs for visit in entered):
         visits = ()
-    made = replace(problem, units=with_unused(problem.units, trainable - used), visits=visits)
-    if may_recompute and True in made.recomputes and any(segment.spoils for segment in segments):
-        return replace(made, recomputes=(False,), recomputable=False)
+    made = replace(problem, units=with_unused(problem.units, trainable - used)).stepping(visits=visits)
+    if may_recompute and True in made.choices.recomputes and any(segment.spoils for segment in segments):
+        return replace(made, recomputable=False).allowing(recomputes=(False,))
     return made
 
 
@@ -466,12 +469,6 @@ def _count(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise OptionError(f"{what}={value!r} must be a number of {what.replace('_', '-')}, 1 or more.")
     return value
-
-
-def _listed(optimizer: Any) -> list[Optimizer] | None:
-    if optimizer is None:
-        return None
-    return optimizers_of(optimizer)
 
 
 def _options(given: dict[str, Any]) -> Options:

@@ -64,7 +64,9 @@ class _Family:
         """As it is; if that does not fit, the least that it can take; and if that fits, what lies between:
         lean or not, with as few units recomputed as it takes."""
         problem = self.problem
-        recomputes = problem.recomputes if problem.trace is not None else problem.recomputes[:1]
+        recomputes = (
+            problem.choices.recomputes if problem.step.trace is not None else problem.choices.recomputes[:1]
+        )
         if not problem.names:
             recomputes = tuple(r for r in recomputes if not r) or (False,)
         if self.placing in FILLING and self.placing != placing_of(problem.options.offload):
@@ -152,7 +154,7 @@ class _Family:
                 one = at(more, lean, exact=True)
                 if one.fits:
                     yield one
-                    if one.device <= problem.limit - problem.spare:
+                    if one.device <= problem.limits.device - problem.spare:
                         return
 
 
@@ -163,7 +165,7 @@ def worth_recomputing(problem: PlanningProblem) -> list[str]:
     flops: dict[str, int] = {}
     for again in (False, True):
         saved[again] = dict.fromkeys(problem.names, 0)
-        for segment in problem.segments(problem.way(problem.stages[0], "device", again)):
+        for segment in problem.segments(problem.way(problem.choices.stages[0], "device", again)):
             if segment.unit:
                 saved[again][segment.unit] += segment.saved
                 flops[segment.unit] = flops.get(segment.unit, 0) + segment.flops
@@ -174,7 +176,9 @@ def worth_recomputing(problem: PlanningProblem) -> list[str]:
 
 def composed(problem: PlanningProblem, chosen: set[str]) -> tuple[StepSegment, ...]:
     """Segments of a step in which some units are recomputed, from the traces of none and of all."""
-    plain, again = (problem.segments(problem.way(problem.stages[0], "device", r)) for r in (False, True))
+    plain, again = (
+        problem.segments(problem.way(problem.choices.stages[0], "device", r)) for r in (False, True)
+    )
     if [s.unit for s in plain] != [s.unit for s in again]:
         return again
     return tuple(b if a.unit in chosen else a for a, b in zip(plain, again, strict=True))
@@ -212,8 +216,8 @@ def filled(problem: PlanningProblem, options: Options) -> Options | None:
                 low = middle + 1
         return found
 
-    found = fullest_of(problem.limit - problem.spare)
-    return fullest_of(problem.limit) if found is None and problem.spare else found
+    found = fullest_of(problem.limits.device - problem.spare)
+    return fullest_of(problem.limits.device) if found is None and problem.spare else found
 
 
 def price(
@@ -231,7 +235,7 @@ def price(
 def _priced(problem: PlanningProblem, options: Options, segments: tuple[StepSegment, ...]) -> Candidate:
     setup = problem.setup(options)
     peak = fullest(problem, setup, segments)
-    passes = problem.micro_batches
+    passes = problem.step.micro_batches
     sent = sent_by_rank(setup, problem.ranks_per_node, passes)
     seconds = seconds_of(setup, segments * passes, problem.machine, sent)
     precision, offload = options.precision, options.offload
@@ -240,7 +244,7 @@ def _priced(problem: PlanningProblem, options: Options, segments: tuple[StepSegm
     return Candidate(
         stage=options.stage,
         placing=placing_of(offload),
-        precision=(precision.compute if precision else "as it is") if problem.precisions else "",
+        precision=(precision.compute if precision else "as it is") if problem.choices.precisions else "",
         recompute=sum(setup.recomputes(name) for name in problem.names),
         units=len(problem.names),
         lean=lean,
@@ -278,7 +282,7 @@ def with_margin(problem: PlanningProblem, moment: StepMoment) -> StepMoment:
 
 def fullest(problem: PlanningProblem, setup: MemoryModel, segments: tuple[StepSegment, ...]) -> StepMoment:
     """The moment of a step with the most bytes."""
-    moments = step_moments(setup, segments, problem.inputs, problem.micro_batches > 1)
+    moments = step_moments(setup, segments, problem.step.inputs, problem.step.micro_batches > 1)
     return with_margin(problem, peak_of(moments))
 
 
@@ -290,13 +294,15 @@ def _fits(problem: PlanningProblem, device: int, held: BufferBytes, limit: int |
 
 def _near_fits(problem: PlanningProblem, device: int, host: int, limit: int | None = None) -> bool:
     """Whether the device has room, whatever the other tiers have."""
-    return device + (host if problem.shared else 0) <= (problem.limit if limit is None else limit)
+    return device + (host if problem.limits.shared else 0) <= (
+        problem.limits.device if limit is None else limit
+    )
 
 
 def moments_of(problem: PlanningProblem, options: Options) -> list[StepMoment]:
     """A way's step in time, for a picture."""
-    unsynced = problem.micro_batches > 1
-    moments = step_moments(problem.setup(options), problem.segments(options), problem.inputs, unsynced)
+    unsynced = problem.step.micro_batches > 1
+    moments = step_moments(problem.setup(options), problem.segments(options), problem.step.inputs, unsynced)
     return [with_margin(problem, moment) for moment in moments]
 
 

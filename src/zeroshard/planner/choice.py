@@ -32,7 +32,7 @@ def choose(problem: PlanningProblem) -> Plan:
         raise PlanError(refusal(problem, candidates))
     fastest = min(one.step for one in fitting)
     equals = [one for one in fitting if one.step <= fastest * EQUAL]
-    near = problem.limit - problem.spare
+    near = problem.limits.device - problem.spare
     chosen = min(equals, key=lambda one: (one.device > near, one.moving_parts, one.recompute, one.device))
     uneven = imbalance(problem.setup(problem.way(chosen.stage))) if chosen.stage else 0.0
     return Plan(
@@ -40,17 +40,17 @@ def choose(problem: PlanningProblem) -> Plan:
         parameters=problem.parameters,
         ranks=problem.world,
         ranks_per_node=problem.ranks_per_node,
-        limit=problem.limit,
-        host_limit=problem.host_limit,
-        disk_limit=problem.disk_limit,
+        limit=problem.limits.device,
+        host_limit=problem.limits.host,
+        disk_limit=problem.limits.disk,
         machine=problem.machine.name,
         chosen=chosen,
         candidates=candidates,
         reasons=tuple(reasons(problem, chosen, candidates, uneven)),
         imbalance=uneven,
-        shared=problem.shared,
+        shared=problem.limits.shared,
         unused=problem.unused,
-        visits=problem.visits,
+        visits=problem.step.visits,
     )
 
 
@@ -97,9 +97,9 @@ def _unknown(problem: PlanningProblem, chosen: Candidate) -> Iterator[str]:
     """What a plan keeps free, and what it does not know."""
     if margin := chosen.kinds.get("margin", 0):
         yield _margin_text(problem, chosen, margin)
-    if problem.trace is None:
+    if problem.step.trace is None:
         yield "Activations are not counted: pass batch= (a batch of example inputs) to have a step traced."
-    if problem.bounded:
+    if problem.step.bounded:
         yield BOUNDED
     if problem.unused:
         names, more = problem.unused, len(problem.unused) - 1
@@ -126,10 +126,10 @@ def _margin_text(problem: PlanningProblem, chosen: Candidate, margin: int) -> st
 
 
 def _needs(problem: PlanningProblem, one: Candidate) -> str:
-    if one.device > problem.limit:
-        return f"it needs {show_apart(one.device, problem.limit)[0]} per device at {one.where}"
-    if problem.shared and one.device + one.host > problem.limit:
-        needs, _ = show_apart(one.device + one.host, problem.limit)
+    if one.device > problem.limits.device:
+        return f"it needs {show_apart(one.device, problem.limits.device)[0]} per device at {one.where}"
+    if problem.limits.shared and one.device + one.host > problem.limits.device:
+        needs, _ = show_apart(one.device + one.host, problem.limits.device)
         return f"it needs {needs} per rank, host tier included, at {one.where}"
     what, most, node = _lacking(problem, one)
     return f"it needs {show_apart(node, most)[0]} of {what} per node"
@@ -138,8 +138,8 @@ def _needs(problem: PlanningProblem, one: Candidate) -> str:
 def refusal(problem: PlanningProblem, candidates: Sequence[Candidate]) -> str:
     """Why nothing fits: the smallest plan, where it is fullest, of what, and the nearest changes that would
     fit."""
-    on_device = [one for one in candidates if one.device <= problem.limit]
-    if on_device and not problem.shared:
+    on_device = [one for one in candidates if one.device <= problem.limits.device]
+    if on_device and not problem.limits.shared:
         least = min(on_device, key=lambda one: (max(one.host - problem.host_share, 0), one.disk))
         what, most, node = _lacking(problem, least)
         has, needs = show_apart(most, node)
@@ -149,23 +149,23 @@ def refusal(problem: PlanningProblem, candidates: Sequence[Candidate]) -> str:
             f"needs {needs} for {ranks}. {_advice(problem, least, candidates)}"
         )
     least = min(candidates, key=lambda one: _size(problem, one))
-    kinds = least.kinds | ({"host tier": least.host} if problem.shared else {})
+    kinds = least.kinds | ({"host tier": least.host} if problem.limits.shared else {})
     parts = made_of(kinds, least=least.device // 200)
-    whose = "rank" if problem.shared else "device"
-    has, needs = show_apart(problem.limit, _size(problem, least))
+    whose = "rank" if problem.limits.shared else "device"
+    has, needs = show_apart(problem.limits.device, _size(problem, least))
     return (
         f"no plan fits {has} per {whose}: the smallest ({least.label}) needs "
         f"{needs} at {least.where} ({parts}). {_advice(problem, least, candidates)}"
-        + (f" {BOUNDED}" if problem.bounded else "")
+        + (f" {BOUNDED}" if problem.step.bounded else "")
     )
 
 
 def _lacking(problem: PlanningProblem, one: Candidate) -> tuple[str, int, int]:
     """What a node has too little of, how much it has, and how much it needs."""
     node = problem.ranks_per_node
-    if one.host > problem.host_share or problem.disk_limit is None:
-        return "host memory", problem.host_limit or 0, one.host * node
-    return "disk", problem.disk_limit, one.disk * node
+    if one.host > problem.host_share or problem.limits.disk is None:
+        return "host memory", problem.limits.host or 0, one.host * node
+    return "disk", problem.limits.disk, one.disk * node
 
 
 def smallest(problem: PlanningProblem, candidates: Sequence[Candidate]) -> int:
@@ -174,7 +174,7 @@ def smallest(problem: PlanningProblem, candidates: Sequence[Candidate]) -> int:
 
 
 def _size(problem: PlanningProblem, one: Candidate) -> int:
-    return one.device + one.host if problem.shared else one.device
+    return one.device + one.host if problem.limits.shared else one.device
 
 
 def _advice(problem: PlanningProblem, least: Candidate, candidates: Sequence[Candidate]) -> str:
@@ -182,12 +182,12 @@ def _advice(problem: PlanningProblem, least: Candidate, candidates: Sequence[Can
     does. Those that round stand apart."""
     ways = [_said(text, one) for text, one in _exact_changes(problem, least)]
     size = _size(problem, least)
-    if size > problem.limit:
+    if size > problem.limits.device:
         ways.append(f"pass {_larger(problem, least, candidates)}")
     else:
         what, _, node = _lacking(problem, least)
         ways.append(f'pass {"host_limit" if what == "host memory" else "disk_limit"}="{_rounded_up(node)}"')
-    mostly = least.kinds["activations"] > 0.5 * least.device and size > problem.limit
+    mostly = least.kinds["activations"] > 0.5 * least.device and size > problem.limits.device
     lead = "Sharding cannot shrink activations" if mostly else "What would fit"
     rounding = [_said(text, one) for text, one in _rounding_changes(problem)]
     return f"{lead}: {', or '.join(ways)}." + (f" Rounding: {', or '.join(rounding)}." if rounding else "")
@@ -202,11 +202,11 @@ def _exact_changes(problem: PlanningProblem, least: Candidate) -> Iterator[tuple
     for text, changed in _allowances(problem):
         if (one := tried(changed)) is not None:
             yield text, one
-    if problem.disk_path is None and any("disk" in placing for placing in problem.placings):
-        if (one := tried(replace(problem, disk_path="."))) is not None:
+    if problem.limits.path is None and any("disk" in placing for placing in problem.choices.placings):
+        if (one := tried(problem.limited(path="."))) is not None:
             room = _rounded_up(one.disk * problem.ranks_per_node)
             yield f"name a disk with {room} of room, disk_path=FOLDER", one
-    if least.kinds["activations"] > problem.limit // 10 and (one := _halved(problem)) is not None:
+    if least.kinds["activations"] > problem.limits.device // 10 and (one := _halved(problem)) is not None:
         yield "halve the micro-batch", one
     for factor in (2, 4, 16, 256):
         if (one := tried(problem.on(problem.world * factor))) is not None:
@@ -217,24 +217,24 @@ def _exact_changes(problem: PlanningProblem, least: Candidate) -> Iterator[tuple
 def _allowances(problem: PlanningProblem) -> Iterator[tuple[str, PlanningProblem]]:
     """What was asked for and rules something out, and the question without it."""
     options = problem.options
-    may = problem.trace is not None and problem.recomputable and bool(problem.names)
-    if may and True not in problem.recomputes:
-        yield "allow recompute=True", replace(problem, recomputes=(False, True))
-    if problem.placings != PLACINGS:
-        yield "allow offload to the host", replace(problem, placings=PLACINGS)
-    if len(problem.stages) < 4 and 3 not in problem.stages:
-        yield "allow stage=3", replace(problem, stages=(3,))
-    if options.offload is None and any(placing != "device" for placing in problem.placings):
+    may = problem.step.trace is not None and problem.recomputable and bool(problem.names)
+    if may and True not in problem.choices.recomputes:
+        yield "allow recompute=True", problem.allowing(recomputes=(False, True))
+    if problem.choices.placings != PLACINGS:
+        yield "allow offload to the host", problem.allowing(placings=PLACINGS)
+    if len(problem.choices.stages) < 4 and 3 not in problem.choices.stages:
+        yield "allow stage=3", problem.allowing(stages=(3,))
+    if options.offload is None and any(placing != "device" for placing in problem.choices.placings):
         for text, clip in _CLIPPING[options.clip_norm is None]:
             yield text, _with(problem, clip_norm=clip)
 
 
 def _halved(problem: PlanningProblem) -> Candidate | None:
     """The fastest way with half of the batch. Not every model takes it."""
-    if problem.half is None:
+    if problem.step.half is None:
         return None
     try:
-        return tried(replace(problem, trace=problem.half.trace, inputs=problem.half.inputs))
+        return tried(problem.stepping(trace=problem.step.half.trace, inputs=problem.step.half.inputs))
     except PlanError:
         return None
 
@@ -255,7 +255,7 @@ def _rounding_changes(problem: PlanningProblem) -> Iterator[tuple[str, Candidate
     if _wide(problem) and (one := tried(_with(problem, precision=Precision()))) is not None:
         yield 'allow precision="bf16"', one
     adam = any(rule.kernel and rule.moments == 2 for rule in problem.rules)
-    if options.offload is None and adam and any(placing != "device" for placing in problem.placings):
+    if options.offload is None and adam and any(placing != "device" for placing in problem.choices.placings):
         clips = options.clip_norm is not None
         coded = replace(_with(problem, clip_norm=options.clip_norm if clips else 1.0), codes_moments=True)
         if (one := tried(coded)) is not None:
@@ -275,7 +275,7 @@ def _larger(problem: PlanningProblem, least: Candidate, candidates: Sequence[Can
     held = [c for c in candidates if c.host <= problem.host_share and c.disk <= problem.disk_share]
     lightest = min(held, key=lambda one: _size(problem, one), default=least)
     name, most = "limit", _size(problem, lightest)
-    if problem.by_node:
+    if problem.limits.by_node:
         name, most = "memory_limit_per_node", most * node
     text = f'{name}="{_rounded_up(most)}"'
     if lightest.host > problem.host_share:
@@ -289,7 +289,7 @@ def _wide(problem: PlanningProblem) -> bool:
     """Whether it computes in fp32 and may do so in bf16."""
     return (
         problem.options.precision is None
-        and not problem.precisions
+        and not problem.choices.precisions
         and problem.narrows
         and any(w.dtype == "float32" for unit in problem.units for w in unit.weights)
     )
@@ -314,7 +314,7 @@ def fitting(problem: PlanningProblem) -> bool:
         for asked, stage, placing in ways
         if placing not in FILLING or placing == given
         for changes in (NOTHING, *asked.as_exact(placing))
-        for again in asked.recomputes
+        for again in asked.choices.recomputes
         if asked.names or not again
     )
     filling = (way for way in ways if way[2] in FILLING and way[2] != given)

@@ -29,6 +29,34 @@ Trace = Callable[[Options], tuple[StepSegment, ...]]
 
 
 @dataclass(frozen=True)
+class TierLimits:
+    """The bytes that a plan may use: of a device, and of a node's host memory and disk, for all its ranks.
+
+    - `path`: a folder on a disk that state may rest on; without it none does.
+    - `shared`: device and host tier are one memory, of which a rank may use `device`.
+    - `by_node`: whether the limit of a device was given as that of a node.
+    """
+
+    device: int
+    host: int | None = None
+    disk: int | None = None
+    path: str | None = None
+    shared: bool = False
+    by_node: bool = False
+
+
+@dataclass(frozen=True)
+class OpenChoices:
+    """What a plan may choose. `free`: names of other options than those that have a field here."""
+
+    stages: tuple[Stage, ...] = (0, 1, 2, 3)
+    placings: tuple[Placing, ...] = PLACINGS
+    precisions: tuple[Precision | None, ...] | None = None
+    recomputes: tuple[bool, ...] = (False, True)
+    free: frozenset[str] = frozenset(("prefetch", "bucket_bytes", "split"))
+
+
+@dataclass(frozen=True)
 class HalfBatch:
     """A step with half of the batch: its trace, and the bytes of inputs and of the model's buffers."""
 
@@ -37,47 +65,56 @@ class HalfBatch:
 
 
 @dataclass(frozen=True)
-class PlanningProblem:
-    """What a plan is asked for.
+class PlannedStep:
+    """A training step as far as it is known.
 
-    - `options`: those that the user gave, and defaults. `stages`, `placings`, `precisions`, `recomputes`:
-      what may be chosen; `free`: names of other options that may be chosen.
-    - `trace`: the segments of a step under given options; without it activations are unknown.
+    - `trace`: its segments under given options; without it activations are unknown.
+    - `inputs`: bytes of a batch and of the model's buffers. `half`: of half a batch, where it has two rows.
     - `micro_batches`: backward passes of a step, of which the last alone is synchronised.
-    - `disk_path`: a folder on a disk that state may rest on; without it none does.
-    - `shared`: device and host tier are one memory, of which a rank may use `limit`.
+    - `visits`: of units, where it does not go from one to the next.
+    - `bounded`: whether values decide sizes in it, which it has at their largest.
     """
+
+    trace: Trace | None = None
+    inputs: int = 0
+    micro_batches: int = 1
+    half: HalfBatch | None = None
+    visits: tuple[UnitVisit, ...] = ()
+    bounded: bool = False
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """What a plan is asked for. `options`: those that the user gave, and defaults."""
 
     model: str
     units: tuple[UnitSpec, ...]
     rules: tuple[OptimizerRule, ...]
     options: Options
     world: int
-    limit: int
+    limits: TierLimits
     machine: Machine
-    host_limit: int | None = None  # of a node
-    disk_limit: int | None = None  # of a node
-    disk_path: str | None = None
-    inputs: int = 0
-    micro_batches: int = 1
-    trace: Trace | None = None
-    stages: tuple[Stage, ...] = (0, 1, 2, 3)
-    placings: tuple[Placing, ...] = PLACINGS
-    precisions: tuple[Precision | None, ...] | None = None
-    recomputes: tuple[bool, ...] = (False, True)
-    free: frozenset[str] = frozenset(("prefetch", "bucket_bytes", "split"))
+    step: PlannedStep = PlannedStep()
+    choices: OpenChoices = OpenChoices()
     traits: TransportTraits = ASSUMED_TRAITS
-    shared: bool = False
-    by_node: bool = False  # whether the limit was given as that of a node
-    half: HalfBatch | None = None  # of the batch, where it can be halved
     narrows: bool = True  # whether all of the model could compute in bf16
     recomputable: bool = True  # whether no unit writes what it is given
     codes_moments: bool = False  # whether 8-bit moments count as exact
-    bounded: bool = False  # whether values decide sizes in the traced step, which has them at their largest
-    visits: tuple[UnitVisit, ...] = ()  # of units in a step, where it does not go from one to the next
     setups: dict[tuple[Options, int], MemoryModel] = field(default_factory=dict, compare=False, repr=False)
     # Of this very question: another limit, say, has its own.
     prices: dict[Options, Candidate] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def allowing(self, **choices: Any) -> PlanningProblem:
+        """The same with other choices open."""
+        return replace(self, choices=replace(self.choices, **choices))
+
+    def limited(self, **limits: Any) -> PlanningProblem:
+        """The same with other limits."""
+        return replace(self, limits=replace(self.limits, **limits))
+
+    def stepping(self, **step: Any) -> PlanningProblem:
+        """The same with something else known of its step."""
+        return replace(self, step=replace(self.step, **step))
 
     @property
     def parameters(self) -> int:
@@ -90,25 +127,25 @@ class PlanningProblem:
     def on(self, ranks: int) -> PlanningProblem:
         """The same on so many ranks. Those of a node share what it has."""
         made = replace(self, world=ranks)
-        if not self.by_node:
+        if not self.limits.by_node:
             return made
-        return replace(made, limit=self.limit * self.ranks_per_node // made.ranks_per_node)
+        return made.limited(device=self.limits.device * self.ranks_per_node // made.ranks_per_node)
 
     @property
     def spare(self) -> int:
         """Bytes of the limit that a plan leaves free where that costs nothing: an allocator's margin is as
         exact as a measurement."""
-        return self.limit // 100 if self.machine.margin else 0
+        return self.limits.device // 100 if self.machine.margin else 0
 
     @property
     def host_share(self) -> float:
         """Host memory of one rank."""
-        return math.inf if self.host_limit is None else self.host_limit / self.ranks_per_node
+        return math.inf if self.limits.host is None else self.limits.host / self.ranks_per_node
 
     @property
     def disk_share(self) -> float:
         """Disk of one rank."""
-        return math.inf if self.disk_limit is None else self.disk_limit / self.ranks_per_node
+        return math.inf if self.limits.disk is None else self.limits.disk / self.ranks_per_node
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -145,14 +182,15 @@ class PlanningProblem:
                     self.world,
                     self.rules,
                     traits=self.traits,
-                    visits=self.visits,
+                    visits=self.step.visits,
                 )
                 kin = self.setups[alike, self.world] = heaviest(made)
             known = self.setups[base, self.world] = kin.bundled_as(base)
         return known.recomputing(options.recompute) if options.recompute else known
 
     def segments(self, options: Options) -> tuple[StepSegment, ...]:
-        return self.trace(options) if self.trace is not None else ()
+        trace = self.step.trace
+        return trace(options) if trace is not None else ()
 
     def way(
         self,
@@ -184,7 +222,7 @@ class PlanningProblem:
     def _uneven(self) -> bool:
         """Whether chunks of rows would leave the fullest rank with over 1 % more than the mean, and may be
         dealt otherwise."""
-        if "split" not in self.free or self.options.split != "auto" or self.world == 1:
+        if "split" not in self.choices.free or self.options.split != "auto" or self.world == 1:
             return False
         plain = Options(stage=3, units=self.options.units)
         return imbalance(MemoryModel(self.units, plain, self.world, self.rules)) > LEVEL
@@ -194,16 +232,16 @@ class PlanningProblem:
         if placing == "device":
             return None
         if placing == "state on disk":
-            return Offload(optimizer="disk", path=self.disk_path)
+            return Offload(optimizer="disk", path=self.limits.path)
         if placing == "state on host":
             return Offload()
         if placing == "all on host":
             return Offload(parameters="host")
         streams: Tier = "auto" if stage == 3 or self.world == 1 else "device"
         if placing == "some on disk":
-            share = int(self.host_share) if self.host_limit is not None else None
+            share = int(self.host_share) if self.limits.host is not None else None
             return Offload(
-                optimizer="auto", parameters=streams, path=self.disk_path, device_bytes=0, host_bytes=share
+                optimizer="auto", parameters=streams, path=self.limits.path, device_bytes=0, host_bytes=share
             )
         return Offload(optimizer="auto", parameters=streams, device_bytes=0)
 
@@ -228,9 +266,9 @@ class PlanningProblem:
         """The same with buckets no larger than the largest tensor, and nothing gathered ahead."""
         small = max(min(options.bucket_bytes, self.largest), 1024)
         made = options
-        if "bucket_bytes" in self.free:
+        if "bucket_bytes" in self.choices.free:
             made = replace(made, bucket_bytes=small)
-        if "prefetch" in self.free:
+        if "prefetch" in self.choices.free:
             made = replace(made, prefetch=0)
         offload = made.offload
         if offload is not None and not own_offload:
@@ -241,9 +279,9 @@ class PlanningProblem:
 
     def families(self) -> Iterator[tuple[Stage, Placing]]:
         """Every stage and placing that mean something together. On one rank all stages are the same."""
-        stages: tuple[Stage, ...] = self.stages if self.world > 1 else self.stages[:1]
+        stages: tuple[Stage, ...] = self.choices.stages if self.world > 1 else self.choices.stages[:1]
         for stage in stages:
-            for placing in self.placings:
+            for placing in self.choices.placings:
                 if placing == "all on host" and stage < 3 and self.world > 1:
                     continue  # resident parameters cannot be streamed
                 if self._has_disk_for(placing) and self._goes_with_sync(stage, placing):
@@ -262,13 +300,13 @@ class PlanningProblem:
         given = self.options.offload is not None and placing == placing_of(self.options.offload)
         if given or "disk" not in placing:
             return True
-        if self.disk_path is None or (placing == "some on disk" and self.host_limit is None):
+        if self.limits.path is None or (placing == "some on disk" and self.limits.host is None):
             return False
         return all(rule.kernel for rule in self.rules)
 
     def by_precision(self) -> Iterator[PlanningProblem]:
         """One question for each precision that is allowed."""
-        for precision in self.precisions or (self.options.precision,):
+        for precision in self.choices.precisions or (self.options.precision,):
             yield replace(self, options=replace(self.options, precision=precision))
 
 

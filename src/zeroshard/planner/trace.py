@@ -39,7 +39,7 @@ from zeroshard.params.widening import Widening
 from .operations import FakeTensors, MemoryMeter, as_on_gpu, unread_masks
 from .planning_problem import PlanningProblem
 from .positions import Positions
-from .segments import RecordedSegment, SegmentTemplate, Situation, StandIn, reached
+from .segments import RecordedSegment, SegmentTemplate, Situation, StandIn, TracedWeights, reached
 from .signatures import mode, natures, sight
 
 Loss = Callable[[Any], Tensor]
@@ -68,45 +68,52 @@ class ExampleInputs:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
+@dataclass(frozen=True)
+class TraceRequest:
+    """What is traced: `names`: the model's units; `recompute`: those that are recomputed; `compute`: dtype of
+    each weight, as `precision` makes it; `gpu`: with the kernels of a GPU; `fakes`: of an earlier trace."""
+
+    model: nn.Module
+    names: set[str]
+    recompute: Callable[[str], bool]
+    compute: dict[str, torch.dtype]
+    gpu: bool
+    precision: Precision | None
+    fakes: FakeTensors
+
+    def dtype_of(self, value: Tensor) -> torch.dtype:
+        """Of an input, as the run will have it."""
+        narrow = self.precision is not None and value.is_floating_point()
+        return getattr(torch, self.precision.compute) if self.precision and narrow else value.dtype
+
+
 class Tracer:
-    """One fake step of one model. `names`: its units; `recompute`: those that are recomputed; `compute`:
-    dtype of each weight, as `precision` makes it; `gpu`: with the kernels of a GPU; `fakes`: of an earlier
-    trace."""
+    """One fake step of one model; the arguments are those of a `TraceRequest`."""
 
     def __init__(
         self,
         model: nn.Module,
-        names: Sequence[str],
+        names: Collection[str],
         recompute: Callable[[str], bool],
         compute: dict[str, torch.dtype],
         gpu: bool = False,
         precision: Precision | None = None,
         fakes: FakeTensors | None = None,
+        situations: Sequence[Situation] = (),
     ) -> None:
-        self._fakes = fakes if fakes is not None else FakeTensors()
-        self._given = (model, names, recompute, compute, gpu, precision, self._fakes)
-        self.model, self.names, self.recompute, self.compute = model, set(names), recompute, compute
-        self._inputs = getattr(torch, precision.compute) if precision is not None else None
+        fakes = fakes if fakes is not None else FakeTensors()
+        self._asked = TraceRequest(model, set(names), recompute, compute, gpu, precision, fakes)
         self._widening = Widening(precision)
-        self._kernels = as_on_gpu if gpu else nullcontext
-        self._modules = {name: module for name, module in model.named_modules() if name in self.names}
+        self._modules = {name: module for name, module in model.named_modules() if name in self._asked.names}
         self._natures = natures(self._modules)
         self._outer = {one for one in names if any(other.startswith(f"{one}.") for other in names)}
         self._recorded: list[RecordedSegment] = []
         self._backward: RecordedSegment | None = None
-        self._waiting: dict[
-            str, dict[str, Tensor]
-        ] = {}  # by unit: unsharded parameters that have no gradient yet
-        self._unsharded_params: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}  # of leaves, by id
-        self._owner: dict[int, str] = {}  # the unit of a weight, by its memory
-        self._by_memory: dict[int, str] = {}  # the name of a weight, by its memory
+        self._weights = TracedWeights()
         self._inside: list[str] = []  # units that forward is in
         self._entries: list[RecordedSegment] = []  # those in which forward entered a unit
         self._numbers: dict[str, list[int]] = {}  # by unit: of all that are inside it
-        self._situations: list[Situation] = []  # of those, in an earlier trace
-        self._arrived: list[Tensor] = []  # unsharded parameters that hold a gradient
-        self._grad_bytes = 0  # of those
+        self._situations = situations  # of those, in an earlier trace
         self._saved: dict[int, Any] = {}
         self._templates: dict[Any, SegmentTemplate] = {}
         self._meter = MemoryMeter(self._rose, self._worked, gpu, Positions(self._weight))
@@ -115,69 +122,66 @@ class Tracer:
         """Forward, loss and backward; the segments in the order of forward."""
         self._trace(inputs, loss)
         if any(segment.is_elsewhere for segment in self._entries):
-            again = type(self)(*self._given)
-            again._situations = [segment.situation for segment in self._entries]
+            situations = [segment.situation for segment in self._entries]
+            again = type(self)(**vars(self._asked), situations=situations)
             again._trace(inputs, loss)
             return again._steps()
         return self._steps()
 
     def _trace(self, inputs: ExampleInputs, loss: Loss | None) -> None:
         packs = "position_ids" in dict(inputs.kwargs)
-        with _quiet(), unread_masks(packs), self._fakes.mode, torch.random.fork_rng(devices=[]):
-            weights = self._weights()
+        with _quiet(), unread_masks(packs), self._asked.fakes.mode, torch.random.fork_rng(devices=[]):
+            weights = self._fake_weights()
             args, kwargs = self._fake(inputs)
             hooks = saved_tensors_hooks(self._pack, self._unpack)
-            with self._watched(), self._meter, hooks, self._kernels():
-                step = _TracedStep(self.model, partial(self._step, inputs, loss))
+            kernels = as_on_gpu() if self._asked.gpu else nullcontext()
+            with self._watched(), self._meter, hooks, kernels:
+                step = _TracedStep(self._asked.model, partial(self._step, inputs, loss))
                 functional_call(step, weights, args, kwargs, tie_weights=False)
 
     def _steps(self) -> list[StepSegment]:
-        sizes = {name: unsharded_param.nbytes for name, unsharded_param in self._unsharded_params.items()}
-        begun = set[str]()
+        sizes, begun = self._weights.sizes, set[str]()
         for segment in reversed(self._recorded):
-            segment.follow(begun)
+            segment.arrivals.follow(begun)
         ends = (self._recorded[0], self._recorded[-1])
-        return [s.done(sizes) for s in self._recorded if s.unit or s.saved or s.flops or s in ends]
+        return [s.done(sizes) for s in self._recorded if s.unit or s.saved or s.forward.flops or s in ends]
 
     def _step(self, inputs: ExampleInputs, loss: Loss | None, *args: Any, **kwargs: Any) -> None:
         self._begin("")
-        output = self.model(*args, **kwargs)
+        output = self._asked.model(*args, **kwargs)
         result = loss(output) if loss is not None else default_loss(output, inputs)
         del output
         self._backward = self._recorded[-1]
-        self._backward.levels.append(self._level())
+        self._backward.arrivals.levels.append(self._level())
         result.backward()
         self._look(everywhere=True)
 
     # ------------------------------------------------------------------ fakes
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _fake_weights(self) -> dict[str, Tensor]:
         """Parameters in compute dtype and buffers as they are, once for every place where they stand (see
         [Note: once a place]). They are not counted: the memory model has them."""
-        made, places = self._fakes.of(self.model, self.compute), standing(self.model)
+        model, names = self._asked.model, self._asked.names
+        made, places = self._asked.fakes.of(model, self._asked.compute), standing(model)
         units: dict[str, set[str]] = {}
         for name, first in places.items():
-            units.setdefault(first, set()).add(unit_of(name, self.names))
-        for name, _ in self.model.named_parameters():
+            units.setdefault(first, set()).add(unit_of(name, names))
+        for name, _ in model.named_parameters():
             unit = units[name].pop() if len(units[name]) == 1 else ""  # the root's, of several
-            self._waiting.setdefault(unit, {})[name] = made[name]
-            self._unsharded_params[name], self._names[id(made[name])] = made[name], name
-            self._owner[made[name].untyped_storage()._cdata] = unit
-            self._by_memory.setdefault(made[name].untyped_storage()._cdata, name)
+            self._weights.add(name, made[name], unit)
         for fake in made.values():
             self._leave_out(fake)
         return {f"model.{name}": made[first] for name, first in places.items()}
 
     def _weight(self, tensor: Tensor) -> str:
         """The name of a weight, by its memory; empty where it is none."""
-        return self._by_memory.get(tensor.untyped_storage()._cdata, "")
+        return (self._weights.by_memory(tensor) or ("", ""))[1]
 
     def _fake(self, inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def one(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            dtype = self._inputs if self._inputs is not None and value.is_floating_point() else value.dtype
-            fake = torch.zeros(value.shape, dtype=dtype, device="cpu")
+            fake = torch.zeros(value.shape, dtype=self._asked.dtype_of(value), device="cpu")
             self._leave_out(fake)
             return fake
 
@@ -193,7 +197,7 @@ class Tracer:
     def _watched(self) -> Iterator[None]:
         """Each unit's `forward` replaced by one that tells where forward is. Kept modules compute as in a
         run."""
-        kept = list(self._widening.modules(self.model))
+        kept = list(self._widening.modules(self._asked.model))
         before = [(module, vars(module).get("forward")) for module in {*self._modules.values(), *kept}]
         for module in kept:
             module.forward = self._widening.forward(module.forward)
@@ -217,7 +221,7 @@ class Tracer:
             self._natures[name],
             mode(),
             str(tree),
-            self.recompute(name),
+            self._asked.recompute(name),
             tuple((sight(x), self._is_saved(x)) for x in unsharded_params),
             tuple(sight(p) for p in module.parameters()),
             self._situations[len(self._entries)] if len(self._entries) < len(self._situations) else None,
@@ -227,7 +231,7 @@ class Tracer:
         self._begin(name, len(self._inside))
         self._entries.append(self._recorded[-1])
         if key in self._templates and name not in self._outer:
-            self._recorded[-1].like = self._templates[key]
+            self._recorded[-1].repeat(self._templates[key])
             output = self._stand(self._recorded[-1], unsharded_params)
         else:
             before = self._states(unsharded_params)
@@ -252,20 +256,20 @@ class Tracer:
         pairs = list(zip(before, self._states(unsharded_params), strict=True))
         self._hook(flat)
         weights, found = list(module.parameters()), reached(flat, unsharded_params)
-        reaches = [self._names[id(w)] for w in weights if id(w) in found]
+        reaches = [self._weights.name(w) for w in weights if id(w) in found]
         segment.computed(reaches, spoils=any(one[0] != two[0] for one, two in pairs))
         return SegmentTemplate(
             segment,
             outputs=[(*sight(x), self._is_saved(x)) for x in flat],
             tree=tree,
             saves=[n for n, (one, two) in enumerate(pairs) if two[1] and not one[1]],
-            weights=[self._names[id(w)] for w in weights],
+            weights=[self._weights.name(w) for w in weights],
             reaches=[n for n, w in enumerate(weights) if id(w) in found],
         )
 
     def _compute(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree_flatten((args, kwargs))[0] + list(self._modules[name].parameters())
-        if not self.recompute(name) or not any(getattr(x, "requires_grad", False) for x in tensors):
+        if not self._asked.recompute(name) or not any(getattr(x, "requires_grad", False) for x in tensors):
             return plain(*args, **kwargs)  # without a backward, a checkpoint keeps nothing either
         return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
@@ -284,14 +288,14 @@ class Tracer:
         here, own = self._backward.number, self._numbers[name]
         segment = self._recorded[max((index for index in own if index <= here), default=own[-1])]
         self._arrive(segment)
-        if segment.like is None:
+        if segment.repeats is None:
             return self._compute(name, plain, args, kwargs)
         return self._stand(segment, tree_flatten((args, kwargs))[0])
 
     def _stand(self, segment: RecordedSegment, unsharded_params: list[Any]) -> Any:
         """Outputs as the first such unit had, without computing them; see [Note: stand-ins]."""
         weights = list(self._modules[segment.unit].parameters())
-        template = segment.stand_for([self._names[id(weight)] for weight in weights])
+        template = segment.stand_for([self._weights.name(weight) for weight in weights])
         tensors = [x for x in unsharded_params if isinstance(x, Tensor)]
         if torch.is_grad_enabled():
             tensors += [weights[number] for number in template.reaches]
@@ -303,8 +307,7 @@ class Tracer:
         kept += [tensor for tensor, output in zip(standing, wanted, strict=True) if output[-1]]
         for tensor in kept if self._backward is None else ():
             if not self._is_saved(tensor):
-                segment.save(self._save(tensor))
-                segment.held.append(tensor.detach())
+                segment.hold(tensor, self._save(tensor))
         made = iter(standing)
         return tree_unflatten(
             [next(made) if o[0] == "tensor" else o[1] for o in template.outputs], template.tree
@@ -324,38 +327,28 @@ class Tracer:
             self._recorded[-1].rise(now)
             return
         self._look()
-        self._backward.levels[-1] = max(self._backward.levels[-1], self._level())
+        self._backward.arrivals.rise(self._level())
 
     def _look(self, everywhere: bool = False) -> None:
         """Gradients that have arrived since the last look. Those on unsharded parameters are the memory
         model's account. `everywhere`: also those of weights that were used outside of their unit."""
         segment = self._backward
         assert segment is not None
-        for unit in dict.fromkeys((segment.unit, "", *(self._waiting if everywhere else ()))):
-            waiting = self._waiting.get(unit, {})
-            for name in [
-                name for name, unsharded_param in waiting.items() if unsharded_param.grad is not None
-            ]:
-                unsharded_param = waiting.pop(name)
-                assert unsharded_param.grad is not None
-                self._arrived.append(unsharded_param)
-                self._grad_bytes += unsharded_param.grad.untyped_storage().nbytes()
-                segment.order.append(name)
-                segment.levels.append(self._level())
+        for name in self._weights.newly_arrived(segment.unit, everywhere):
+            segment.arrivals.arrive(name, self._level())
 
     def _level(self) -> int:
         assert self._backward is not None
-        return self._meter.now - self._grad_bytes - self._backward.below
+        return self._meter.now - self._weights.grad_bytes - self._backward.below
 
     def _worked(self, flops: int, moved: int) -> None:
-        segment = self._backward or self._recorded[-1]
-        segment.work(flops, moved, back=self._backward is not None)
+        work = self._recorded[-1].forward if self._backward is None else self._backward.backward
+        work.add(flops, moved)
 
     def _pack(self, tensor: Tensor) -> Any:
         segment = self._backward or self._recorded[-1]
-        owner = self._owner.get(tensor.untyped_storage()._cdata)
-        if owner is not None and owner not in segment.needs[-1:]:
-            segment.needs.append(owner)
+        if (owner := self._weights.by_memory(tensor)) is not None:
+            segment.need(owner[0])
         if self._backward is None and not self._is_saved(tensor):
             segment.save(self._save(tensor))
         return segment, tensor
@@ -384,13 +377,10 @@ class Tracer:
         assert at is not None
         if segment is not at:
             self._look()
-            for unsharded_param in self._arrived:
-                unsharded_param.grad = None
-            self._arrived.clear()
-            self._grad_bytes = 0
+            self._weights.drop_grads()
             first, last = segment.number, at.number
             for left in self._recorded[first + 1 : last + 1]:
-                left.held.clear()
+                left.let_go()
             for passed in (*reversed(self._recorded[first + 1 : last]), segment):
                 self._backward = passed
                 passed.return_to(self._level())
@@ -447,17 +437,20 @@ class StepTraces:
     once."""
 
     def __init__(
-        self, problem: PlanningProblem, model: nn.Module, inputs: ExampleInputs, loss: Loss | None
+        self,
+        problem: PlanningProblem,
+        model: nn.Module,
+        inputs: ExampleInputs,
+        loss: Loss | None,
+        fakes: list[FakeTensors] | None = None,
     ) -> None:
         self._problem, self._model, self._inputs, self._loss = problem, model, inputs, loss
         self._known: dict[Any, tuple[StepSegment, ...]] = {}
-        self._fakes: list[FakeTensors] = []  # made with the first trace
+        self._fakes: list[FakeTensors] = [] if fakes is None else fakes  # made with the first trace
 
     def of(self, inputs: ExampleInputs) -> StepTraces:
         """The same of other inputs."""
-        made = StepTraces(self._problem, self._model, inputs, self._loss)
-        made._fakes = self._fakes
-        return made
+        return StepTraces(self._problem, self._model, inputs, self._loss, self._fakes)
 
     @property
     def bounded(self) -> bool:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm import Transport
 from zeroshard.layout.sharding import ShardSpec
@@ -143,35 +142,6 @@ def _map_state(
 
 def _may_be_rows(key: str, value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
-
-
-def nested(updates: Sequence[ShardedOptimizer]) -> str | None:
-    """Why state cannot be saved: tensors in lists and the like have no name, sparse ones no rows."""
-    for update in updates:
-        for param in update.params.values():
-            for key, value in update.optimizer.state.get(param.sharded_param, {}).items():
-                name = type(update.optimizer).__name__
-                if isinstance(value, Tensor):
-                    if value.layout is not torch.strided:
-                        return (
-                            f"{name} keeps a sparse tensor (`{key}` of `{param.name}`), and only dense ones "
-                            "can be saved. Keep it dense, or drop the state: optimizer.state.clear()"
-                        )
-                    if is_traceable_wrapper_subclass(value):
-                        return (
-                            f"{name} keeps its state in tensors of its own kind ({type(value).__name__}: "
-                            f"`{key}` of `{param.name}`), and only plain ones can be saved. Save what "
-                            "run.full_optimizer_state_dict() gives by torch.save(), and the weights by "
-                            "run.full_state_dict(); or drop the state: optimizer.state.clear()"
-                        )
-                elif any(isinstance(x, Tensor) for x in tree_leaves(value)):
-                    return (
-                        f"{name} keeps tensors in a {type(value).__name__} (`{key}` of `{param.name}`), and "
-                        "only entries of its state that are tensors themselves can be saved. Give each an "
-                        "entry of its own, save run.full_optimizer_state_dict() with torch.save(), or drop "
-                        "them: optimizer.state.clear()"
-                    )
-    return None
 
 
 def not_sent(updates: Sequence[ShardedOptimizer]) -> str | None:

@@ -114,17 +114,17 @@ def targets_of(
     targets = ResumeTargets(
         [replace(parameter_held(p, rank), also=tuple(names[p.name])) for p in runtime.params]
     )
-    targets.held += sync_strategy_held(runtime, wanted=True)
-    targets.held += [HeldRows.of(name, "buffer", b) for name, b in buffers_of(model).items()]
+    targets.held.extend(sync_strategy_held(runtime, wanted=True))
+    targets.held.extend(HeldRows.of(name, "buffer", b) for name, b in buffers_of(model).items())
     if manifest is None:
         return targets
     if strict:
         _check_extra_state(extra_state, manifest)
     size = runtime.transport.size
-    targets.private = [
+    targets.private.extend(
         StateShares.of(private, manifest, rank, size) for private in runtime.sync_strategy.private()
-    ]
-    targets.held += [held for shares in targets.private for held in shares.held]
+    )
+    targets.held.extend(held for shares in targets.private for held in shares.held)
     kinds = [kind for kind in manifest.by_name if kind.startswith("state:")]
     saved = _saved_groups(manifest)
     types = {name: kind for kind, groups in saved for names in groups for name in names}

@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.checkpoint.records import HeldRows, RunSnapshot, SavePeers, dtype_name
 from zeroshard.errors import OptionError, StateError
 from zeroshard.kernels.library import BLOCK
 from zeroshard.kernels.moments8 import decode, scale_count
 from zeroshard.offload.group import OffloadGroup
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer
 from zeroshard.params.rank_state import RankState
 from zeroshard.params.sharded_param import GuardedState, ShardedParam, ShardedTensors
 from zeroshard.planner.plan import Plan, settings_of
 
-from .optimizer_state import nested
 from .runtime import Runtime
 
 # How an optimizer computes is the new run's choice; what it computes with is the checkpoint's.
@@ -375,6 +377,35 @@ def untimely(runtime: Runtime) -> str | None:
             "the gradients"
         )
     return runtime.sync_strategy.untimely()
+
+
+def nested(updates: Sequence[ShardedOptimizer]) -> str | None:
+    """Why state cannot be saved: tensors in lists and the like have no name, sparse ones no rows."""
+    for update in updates:
+        for param in update.params.values():
+            for key, value in update.optimizer.state.get(param.sharded_param, {}).items():
+                name = type(update.optimizer).__name__
+                if isinstance(value, Tensor):
+                    if value.layout is not torch.strided:
+                        return (
+                            f"{name} keeps a sparse tensor (`{key}` of `{param.name}`), and only dense ones "
+                            "can be saved. Keep it dense, or drop the state: optimizer.state.clear()"
+                        )
+                    if is_traceable_wrapper_subclass(value):
+                        return (
+                            f"{name} keeps its state in tensors of its own kind ({type(value).__name__}: "
+                            f"`{key}` of `{param.name}`), and only plain ones can be saved. Save what "
+                            "run.full_optimizer_state_dict() gives by torch.save(), and the weights by "
+                            "run.full_state_dict(); or drop the state: optimizer.state.clear()"
+                        )
+                elif any(isinstance(x, Tensor) for x in tree_leaves(value)):
+                    return (
+                        f"{name} keeps tensors in a {type(value).__name__} (`{key}` of `{param.name}`), and "
+                        "only entries of its state that are tensors themselves can be saved. Give each an "
+                        "entry of its own, save run.full_optimizer_state_dict() with torch.save(), or drop "
+                        "them: optimizer.state.clear()"
+                    )
+    return None
 
 
 def refuse_untimely(verb: str, problems: Sequence[str | None]) -> None:
