@@ -149,7 +149,6 @@ def _sharded(
             hooks = Hooks(model, runtime)
             begun.callback(hooks.remove)
             hooks.install(_recomputed(runtime, chosen))
-        _take_buffers(model, runtime)
         transport.barrier("the end of shard()")
         begun.pop_all()  # it stands, on all ranks: nothing is undone
     builder.conclude()
@@ -253,19 +252,6 @@ def _suited(asked: ShardRequest, transport: Transport) -> Options:
     if transport.name == "shm" and "bucket_bytes" not in asked.given:
         return replace(options, bucket_bytes=CACHED_BUCKET)
     return options
-
-
-def _take_buffers(model: nn.Module, runtime: Runtime) -> None:
-    """Buffers that forward changes are broadcast from rank 0, unless they stay local."""
-    if runtime.transport.size > 1 and runtime.options.buffers == "broadcast":
-        runtime.buffers = [
-            b
-            for m in model.modules()
-            if getattr(m, "track_running_stats", False)
-            for b in m._buffers.values()
-            if b is not None
-        ]
-        runtime.sync_strategy.take_buffers(runtime.buffers)
 
 
 def _equalise(model: nn.Module, transport: Transport, first: FirstValues) -> None:

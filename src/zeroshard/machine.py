@@ -56,9 +56,8 @@ class Machine:
     efficiency: float = 0.6  # fitted to runs on an H200
     back_efficiency: float = 0.0  # not measured: as `efficiency`
     latency: float = 20e-6
-    hop: float = (
-        1.9e-6  # as `node_hop`: what NCCL's tuning model has for rings of LL128 (src/graph/tuning.cc)
-    )
+    # This and `node_hop` are what NCCL's tuning model has for rings of LL128 (src/graph/tuning.cc).
+    hop: float = 1.9e-6
     node_hop: float = 4.0e-6
     gap: float = 5e-6
     launch: float = 33e-6  # as `drag`: measured on hosts of an H200

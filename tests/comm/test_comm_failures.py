@@ -218,7 +218,7 @@ def test_no_thread_is_inside_gloo_after_a_transport_is_closed() -> None:
     def body(transport: Transport) -> list[bool]:
         assert isinstance(transport, GlooTransport)
         transport.report("rank 0 failed: a reason")  # a thread for each peer
-        threads_of_it = transport._link._threads
+        threads_of_it = transport._link.threads
         assert len(threads_of_it) == 3
         transport.close()
         return [thread.is_alive() for thread in threads_of_it]
@@ -243,7 +243,7 @@ def test_what_gloo_refuses_is_raised_where_it_is_waited_for() -> None:
         assert isinstance(transport, GlooTransport)
         wire = transport.allocate("wire", 64, torch.float32)
         transport.barrier("both are here")
-        transport._link._break()
+        transport._link.notes.break_connections()
         transport.reduce("reduce", "wire", wire, [32, 32], torch.zeros(32), 1.0).wait()
 
     found = threads("gloo", 2, body, fails=True)

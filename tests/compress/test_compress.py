@@ -162,7 +162,7 @@ def in_two_bits(compiled: bool) -> tuple[int, dict[str, Tensor]]:
             (model(x) - x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        rows = [gather_group.coded for gather_group in run._runtime.gather_groups]
+        rows = [gather_group.memory.coded for gather_group in run._runtime.gather_groups]
         gaps = [hole for coded in rows if isinstance(coded, DeltaGather) for hole in coded._holes]
         assert gaps, "padding is not saved, so what is believed of it must stay nothing"
         assert not any(hole.any() for hole in gaps)

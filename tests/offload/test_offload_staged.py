@@ -50,7 +50,10 @@ def over_nccl(
             patch("zeroshard.layout.sharding.STRAIGHT", straight),
         ):
             told = offloaded(CASE, {"stage": 3} | options)
-        direct = all(b.transport_buffer is not None and b.transport_buffer.mine is b.rows for b in made)
+        direct = all(
+            g.memory.transport_buffer is not None and g.memory.transport_buffer.mine is g.memory.rows
+            for g in made
+        )
         gather_groups = {gather_group.key for gather_group in made}
         return told, direct, sorted(gather_groups & set(keys)), FakeStream.waits
 

@@ -210,8 +210,8 @@ def paced(sync_strategy: Pace, seed: int = 0) -> Iterator[None]:
 def refresh_away(self: GatherGroup, plain: Callable[..., None], *how: bool) -> None:
     """Weights of a plain master on the device, rounded as a split one must."""
     plain(self, *how)
-    if self.master is not None:
-        for weight, master in zip(self._compute, self._local, strict=True):
+    if self.memory.master is not None:
+        for weight, master in zip(*self.views(), strict=True):
             if weight.dtype == torch.bfloat16:
                 weight.copy_(split(master.reshape(-1))[0].view(weight.shape))
 

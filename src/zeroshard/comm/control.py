@@ -131,6 +131,37 @@ class BlockedWait:
     foreign: bool = False
 
 
+@dataclass(frozen=True)
+class RankProcesses:
+    """The processes of all ranks. `births`: when each began, which tells reused pids apart; `names`: what
+    messages call the ranks."""
+
+    rank: int
+    names: Sequence[int]
+    pids: list[int]
+    births: list[str]
+    people: list[Person]
+
+    @property
+    def here(self) -> int:
+        """How many ranks are in this process."""
+        return self.pids.count(self.pids[self.rank])
+
+    def name(self, rank: int) -> str:
+        return f"rank {self.names[rank]}"
+
+    def alive(self, rank: int) -> bool:
+        if self.pids[rank] == self.pids[self.rank]:
+            return True  # a thread of this process
+        state, birth = _process_state(self.pids[rank])
+        return state not in ("", "Z", "X") and birth == self.births[rank]
+
+    def death(self) -> str | None:
+        """That one has died."""
+        dead = [rank for rank in range(len(self.pids)) if rank != self.rank and not self.alive(rank)]
+        return f"{self.name(dead[0])} (pid {self.pids[dead[0]]}) died" if dead else None
+
+
 class Control:
     """This rank's control area and its view of the peers'."""
 
@@ -140,9 +171,8 @@ class Control:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self._names = range(size) if names is None else names  # what messages call the ranks
         self.progress: Callable[[], object] = lambda: None
-        self._meet(Rendezvous(store, rank, size, timeout))
+        self._meet(Rendezvous(store, rank, size, timeout), range(size) if names is None else names)
         self._areas = [memoryview(_memory(held)).cast("B") for held in self._held]
         self._words = [area.cast("q") for area in self._areas]
         self._peers = [words for other, words in enumerate(self._words) if other != rank]
@@ -153,19 +183,18 @@ class Control:
         self._crossing = _DesyncDetector()
         _controls.add(self)
 
-    def _meet(self, meeting: Rendezvous) -> None:
+    def _meet(self, meeting: Rendezvous, names: Sequence[int]) -> None:
         area, trouble, pid = -1, None, os.getpid()
         try:
             area = create(f"control {self.rank}", _BYTES, reserve=False)
         except OSError as error:
-            trouble = f"{self._name(self.rank)} gets no {_BYTES} bytes of shared memory ({error})"
+            trouble = f"rank {names[self.rank]} gets no {_BYTES} bytes of shared memory ({error})"
         try:
-            mine = [pid, area, _process_state(pid)[1], Person.me(self._names[self.rank])]
+            mine = [pid, area, _process_state(pid)[1], Person.me(names[self.rank])]
             told = cast("list[tuple[int, int, str, list[Any]]]", meeting.share("control", mine))
-            self.pids = [peer for peer, *_ in told]
-            self._here = self.pids.count(pid)  # ranks of this process
-            self._births = [birth for _, _, birth, _ in told]
-            self._people = [Person(*who) for *_, who in told]
+            pids, births = [peer for peer, *_ in told], [birth for _, _, birth, _ in told]
+            people = [Person(*who) for *_, who in told]
+            self.processes = RankProcesses(self.rank, names, pids, births, people)
             self._held: list[torch.Tensor] = []
             for other, (peer, fd, *_) in enumerate(told):
                 if fd < 0 or trouble is not None:
@@ -174,10 +203,10 @@ class Control:
                     self._held.append(open_peer(peer, fd, _BYTES, torch.uint8))
                 except OSError as error:
                     trouble = (
-                        f"{self._name(self.rank)} cannot open the memory of {self._name(other)} "
+                        f"rank {names[self.rank]} cannot open the memory of rank {names[other]} "
                         f"(pid {peer}): {error}"
                     )
-            meeting.cause = self._death
+            meeting.cause = self.processes.death
             troubles = [said for said in meeting.share("opened", trouble) if said is not None]
         finally:
             if area >= 0:
@@ -212,7 +241,7 @@ class Control:
         """Block until `reached(word, target)`. Raises RankError if that can no longer come about."""
         start = time.perf_counter()
         # Threads of one process have one interpreter: who looks often holds up those that it waits for.
-        here = self._here
+        here = self.processes.here
         while time.perf_counter() - start < SPIN / here:
             if self.reached(word, target):
                 return
@@ -241,22 +270,21 @@ class Control:
         self._mine[WAIT_WORD] = 0
 
     def _trouble(self, word: int, target: int, what: str, waited: float) -> str | None:
-        told = next(
-            self._told(), None
-        )  # as it was told: who did not come may hear of it from this rank first
+        # As it was told: who did not come may hear of it from this rank first.
+        told = next(self._told(), None)
         if told is not None:
             return told
         late = self._behind(word, target)
-        me = self._name(self.rank)
+        me = self.processes.name(self.rank)
         for other in late:
-            who = f"{self._name(other)} (pid {self.pids[other]})"
+            who = f"{self.processes.name(other)} (pid {self.processes.pids[other]})"
             if self._words[other][STATE] == LEFT:
                 return (
                     f"{who} had ended or closed its run when {me} waited for {what}. Every rank makes as "
                     "many steps as the others, and each call of run.save(), load(), resume(), gathered(), "
                     "publish() and close(): none of them stands under `if run.rank == 0:`"
                 )
-            if not self._alive(other):
+            if not self.processes.alive(other):
                 return f"{who} died while {me} waited for {what}"
         if waited > self.timeout:
             blamed = self._late(word, target)
@@ -269,22 +297,22 @@ class Control:
     def _late(self, word: int, target: int) -> list[Person]:
         """Who is to blame for a wait: of those that it waits for, the ranks that wait for nobody."""
         return [
-            self._people[rank]
+            self.processes.people[rank]
             for rank in self._behind(word, target)
             if self.blocked_anywhere(rank) is None and not self._words[rank][AWAY]
         ]
 
     def _say(self, word: int, target: int, what: str, waited: float) -> bool:
         """By the first of the ranks that have come."""
-        late = self._late(word, target)
-        if late and min(set(self._names) - {person.rank for person in late}) == self._names[self.rank]:
-            say(self._names[self.rank], waited, what, late)
+        late, names = self._late(word, target), self.processes.names
+        if late and min(set(names) - {person.rank for person in late}) == names[self.rank]:
+            say(names[self.rank], waited, what, late)
         return bool(late)
 
     @property
     def name(self) -> int:
         """What messages call this rank."""
-        return self._names[self.rank]
+        return self.processes.names[self.rank]
 
     def waits_for(self) -> str | None:
         """What this rank waits for here."""
@@ -294,10 +322,7 @@ class Control:
         """Why others ended, if it is because this rank did not come and it does not know: it is elsewhere."""
         if self._mine[WAIT_WORD] or self._mine[AWAY]:
             return None
-        return why_blamed(self._names[self.rank], self._told())
-
-    def _name(self, rank: int) -> str:
-        return f"rank {self._names[rank]}"
+        return why_blamed(self.processes.names[self.rank], self._told())
 
     def note(self) -> str | None:
         """Why a peer failed, if one has said so."""
@@ -313,17 +338,7 @@ class Control:
         """Why a peer failed, or that one has died."""
         told = self.note()
         left = [words[STATE] == LEFT for words in self._words]
-        return told if told is not None or any(left) else self._death()
-
-    def _death(self) -> str | None:
-        dead = [r for r in range(self.size) if r != self.rank and not self._alive(r)]
-        return f"{self._name(dead[0])} (pid {self.pids[dead[0]]}) died" if dead else None
-
-    def _alive(self, rank: int) -> bool:
-        if self.pids[rank] == self.pids[self.rank]:
-            return True  # a thread of this process
-        state, birth = _process_state(self.pids[rank])
-        return state not in ("", "Z", "X") and birth == self._births[rank]
+        return told if told is not None or any(left) else self.processes.death()
 
     def blocked(self, rank: int) -> BlockedWait | None:
         """What a rank waits for here, if it does and still has to."""
@@ -333,17 +348,19 @@ class Control:
         if not late:
             return None
         return BlockedWait(
-            (count, word, target), self._read_text(rank, _TEXT_AT), {self.pids[r] for r in late}
+            (count, word, target), self._read_text(rank, _TEXT_AT), {self.processes.pids[r] for r in late}
         )
 
     def blocked_anywhere(self, rank: int) -> BlockedWait | None:
         """What a rank waits for, here or elsewhere; see [Note: elsewhere]."""
-        found = self.blocked(rank)
+        found, pids = self.blocked(rank), self.processes.pids
         # Ranks that are threads of one process cannot be told apart by it.
-        if found is None and len(set(self.pids)) == self.size:
-            others = [other for other in _controls if other is not self and self.pids[rank] in other.pids]
-            seen = [other.blocked(other.pids.index(self.pids[rank])) for other in others]
-            found = next((b for b in seen if b is not None and b.late <= set(self.pids)), None)
+        if found is None and len(set(pids)) == self.size:
+            others = [
+                other for other in _controls if other is not self and pids[rank] in other.processes.pids
+            ]
+            seen = [other.blocked(other.processes.pids.index(pids[rank])) for other in others]
+            found = next((b for b in seen if b is not None and b.late <= set(pids)), None)
         count = self._words[rank][FOREIGN]
         if found is None and count > 0:
             found = BlockedWait((count, -1, 0), self._foreign_wait(rank)[0], set(), foreign=True)
@@ -370,7 +387,7 @@ class Control:
         """Whether all ranks are in collectives of torch that cannot be the same."""
         counts = [words[FOREIGN] for words in self._words]
         waits = [(count, *self._foreign_wait(rank)) for rank, count in enumerate(counts)]
-        return self._crossing.trouble(waits if all(counts) else [], self._names, now)
+        return self._crossing.trouble(waits if all(counts) else [], self.processes.names, now)
 
     def leave(self, note: str | None = None) -> None:
         """Mark this rank as failed, with the reason, or as gone. The first note stays."""
@@ -417,7 +434,7 @@ class Control:
 
     def _compare_labels(self, labels: list[str]) -> None:
         if not alike(labels):
-            raise RankError(disagreement(labels, self._names))
+            raise RankError(disagreement(labels, self.processes.names))
 
     def _write_text(self, at: int, room: int, text: str) -> None:
         data = text.encode()[: room - 8]
@@ -450,7 +467,7 @@ class _DeadlockDetector:
         patience = FOREIGN_PATIENCE if any(blocked.foreign for blocked in known) else PATIENCE
         if len(known) < len(seen) or now - self._since < patience:
             return None
-        return disagreement([blocked.label for blocked in known], self._control._names)
+        return disagreement([blocked.label for blocked in known], self._control.processes.names)
 
 
 class _DesyncDetector:

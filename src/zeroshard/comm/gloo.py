@@ -55,7 +55,7 @@ Tails = Sequence[ctypes.c_ubyte]
 
 
 class GlooTransport(SummingTransport):
-    """Sends and receives over gloo. Regions are host memory, also where the device is a GPU."""
+    """Sends and receives over gloo. Transport buffers are host memory, also where the device is a GPU."""
 
     name = "gloo"
     traits = TransportTraits(overlaps=True, direct=True, adds_here=True)
@@ -403,21 +403,21 @@ class GlooTransport(SummingTransport):
 
     def also(self, away: Callable[[], str | None]) -> None:
         """Tell peers what this rank waits for in another transport."""
-        self._link.away = away
+        self._link.guard.know_of(away)
 
     def beat(self) -> None:
         """A step has come to its end."""
-        self._link.usual.beat()
+        self._link.guard.usual.beat()
 
     def guard(self, overdue: Callable[[], tuple[str, float] | None], give_up: Callable[[str], None]) -> None:
         """Also watch waits that this transport does not do itself. See `Link.guard`."""
-        self._link.guard(overdue, give_up)
+        self._link.guard.watch_too(overdue, give_up)
 
     def report(self, text: str) -> None:
-        self._link.report(text)
+        self._link.notes.report(text)
 
     def cause(self) -> str | None:
-        return self._link.note()
+        return self._link.notes.first()
 
     def close(self) -> None:
         exits.unlisten(self)

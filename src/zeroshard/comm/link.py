@@ -81,7 +81,7 @@ _LOOK = 0.5
 # How long a rank that lost a connection waits for the note that says why.
 _GRACE = 1.0
 
-LETTERS = "mail"  # the lane of what the caller sends itself; see [Note: the post]
+LETTERS = "mail"  # the lane of what the caller sends itself; see [Note: the sending thread]
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 
@@ -111,6 +111,263 @@ class MessageSet:
         finally:
             self.posted.set()
 
+    def end(self) -> None:
+        """All of them have come or gone."""
+        self.done = True
+        self.works.clear()
+
+
+@dataclass(frozen=True)
+class PeerNames:
+    """Who is at the other ends. `names`: what messages call the ranks; `people`: their processes."""
+
+    rank: int
+    names: Sequence[int]
+    people: list[Person]
+
+    @property
+    def here(self) -> int:
+        return self.names[self.rank]
+
+    @property
+    def me(self) -> str:
+        return f"rank {self.here}"
+
+
+class FailureNotes:
+    """The notes by which ranks tell their peers why they failed, and the connections that show it."""
+
+    def __init__(self, gloo: Any, peers: Sequence[int]) -> None:
+        self._gloo = gloo
+        self._notes = {peer: torch.zeros(_NOTE, dtype=torch.uint8) for peer in peers}
+        # Kept, though nobody waits for them: gloo forgets a receive when its work is let go of.
+        self._receives = [gloo.recv([note], peer, _NOTE_TAG) for peer, note in self._notes.items()]
+        self._probe = torch.zeros(1, dtype=torch.uint8)
+        self._probes: list[GlooWork] = []
+        self._probed = 0.0
+        self.closed = threading.Event()
+        self.reported = False
+        self.threads: list[threading.Thread] = []
+
+    def first(self) -> str | None:
+        """Why a peer failed, if one has said so."""
+        return next((read(told)[0] for told in self.told()), None)
+
+    def told(self) -> Iterator[str]:
+        """The notes of the peers that failed."""
+        for note in self._notes.values():
+            length = int(note[0]) + 256 * int(note[1])
+            if length:
+                yield bytes(note[2 : 2 + length].tolist()).decode(errors="replace")
+
+    def report(self, text: str) -> None:
+        """Tell every peer that this rank failed and why. The first note stays."""
+        if self.reported or self.closed.is_set():
+            return
+        self.reported = True
+        data = text.encode()[: _NOTE - 2]
+        note = torch.zeros(_NOTE, dtype=torch.uint8)
+        note[: 2 + len(data)] = torch.tensor([len(data) % 256, len(data) // 256, *data], dtype=torch.uint8)
+        threads = [
+            threading.Thread(target=self._tell, args=(peer, note), daemon=True) for peer in self._notes
+        ]
+        self.threads += threads
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + _GRACE
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _tell(self, peer: int, note: torch.Tensor) -> None:
+        try:
+            self._gloo.send([note], peer, _NOTE_TAG).wait(timedelta(seconds=_GRACE))
+        except RuntimeError:
+            return
+
+    def lost(self) -> tuple[int, str] | None:
+        """A connection that has gone, and what gloo says of it; looked for now and then."""
+        now = time.monotonic()
+        if now - self._probed < LONG:
+            return None
+        self._probed = now
+        for peer in self._notes:
+            try:
+                # Nobody receives it. Gloo raises here if the connection is closed.
+                self._probes.append(self._gloo.send([self._probe], peer, _BREAK_TAG))
+            except RuntimeError as error:
+                return peer, str(error)
+        return None
+
+    def break_connections(self) -> None:
+        """Close the connections. Gloo does it to one on which a wait has timed out."""
+        for peer in self._notes:
+            try:
+                self._gloo.recv([torch.zeros(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue
+
+
+class CurrentWait:
+    """What the caller of a link waits for: an operation, since when, and of whom."""
+
+    def __init__(self) -> None:
+        self.job: tuple[MessageSet, float] | None = None
+        self.peer: int | None = None
+
+    def begin(self, job: MessageSet) -> None:
+        self.job = job, time.monotonic()
+
+    def turn_to(self, peer: int) -> None:
+        self.peer = peer
+
+    def end(self) -> None:
+        self.job = None
+
+
+class LinkGuard:
+    """Ends waits that cannot come about: those of a link, and of another transport between the same ranks.
+    It looks from a thread of its own."""
+
+    def __init__(
+        self, peers: PeerNames, timeout: float, watch: StoreWatch, notes: FailureNotes, wait: CurrentWait
+    ) -> None:
+        self._peers, self._timeout, self._watch, self._notes, self._wait = peers, timeout, watch, notes, wait
+        self.usual = Usual()
+        self._stacks = StackProbe()
+        self._aside = Aside()
+        self._said: object = None  # the wait that was spoken of
+        self._place: tuple[MessageSet | None, str] = (None, "")  # of the program, in the last long wait
+        self._verdict: str | None = None
+        self._away: Callable[[], str | None] = lambda: None  # what this rank waits for in another transport
+        self._overdue: Callable[[], tuple[str, float] | None] = lambda: None
+        self._give_up: Callable[[str], None] = lambda trouble: None
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return self._aside.threads
+
+    def know_of(self, away: Callable[[], str | None]) -> None:
+        """Ask what this rank waits for in another transport."""
+        self._away = away
+
+    def watch_too(
+        self, overdue: Callable[[], tuple[str, float] | None], give_up: Callable[[str], None]
+    ) -> None:
+        """Watch waits of another kind, too: `overdue` says what they are for and how long they have lasted,
+        `give_up` ends them."""
+        self._overdue, self._give_up = overdue, give_up
+
+    def look(self) -> None:
+        """End a wait that cannot come about."""
+        waiting = self._wait.job
+        if waiting is None:
+            self._look_elsewhere()
+            return
+        job, since = waiting
+        waited = time.monotonic() - since
+        trouble = next(self._notes.told(), None)
+        if trouble is None and waited > LONG:
+            trouble = self._watched(self._placed(job))
+        if trouble is None:
+            trouble = self._in_vain(job, job.label, waited)
+        if trouble is not None and self._wait.job is waiting:
+            self._verdict = read(trouble)[0]
+            self._tell_all(trouble)
+            self._notes.break_connections()
+
+    def _tell_all(self, trouble: str) -> None:
+        """Peers, and those that it is about, if they are stopped on this host."""
+        self._notes.report(trouble)
+        wake([self._peers.people[self._peers.names.index(rank)] for rank in read(trouble)[1]])
+
+    def _in_vain(self, wait: object, what: str, waited: float) -> str | None:
+        """Speak of a wait that is too long; the text of one that is over."""
+        ends = waited > self._timeout
+        # Peers that wait themselves have said so by then.
+        if not ends and (self._said is wait or not self.usual.too_long(waited - 2 * _LOOK, self._timeout)):
+            return None
+        late, me = self._late(), self._peers.me
+        if ends:  # a peer that waits elsewhere names who did not come there
+            return in_vain(me, waited, what, late) if late or waited > self._timeout + OTHERS else None
+        if not late:
+            return None
+        self._said = wait
+        here = self._peers.here
+        if min(set(self._peers.names) - {person.rank for person in late}) == here:
+            say(here, waited, what, late)
+        return None
+
+    def _late(self) -> list[Person]:
+        """Who is to blame for a wait: the ranks that wait for nothing. Where the store does not say, with the
+        process that keeps it stopped: the peer whose message does not come."""
+        absent = self._aside.call(self._watch.absent)
+        if absent is None:
+            absent = [] if self._wait.peer is None else [self._wait.peer]
+        return [self._peers.people[rank] for rank in absent]
+
+    def _placed(self, job: MessageSet) -> MessageSet:
+        """With where the program is; looked up once for each wait, which takes a while."""
+        if self._place[0] is not job:
+            self._place = job, self._stacks.caller()
+        return MessageSet(job.label + self._place[1], job.lane, job.turn)
+
+    def _look_elsewhere(self) -> None:
+        me = self._peers.here
+        blamed = why_blamed(me, self._notes.told())
+        if blamed is not None:  # also where the device has stood still as long as this rank
+            show_and_end(me, blamed, self._stacks.thread)
+        overdue = self._overdue()
+        if overdue is None:
+            away = self._away()
+            if away is not None:
+                self._watched(MessageSet(away, "", 0), away=True)
+                return
+            self._look_into_torch(self._stacks.collective(LONG))
+            return
+        label, waited = overdue
+        trouble = next(self._notes.told(), None)
+        if trouble is None and (lost := self._notes.lost()) is not None:
+            trouble = self.blame(label, *lost)
+        trouble = trouble or self._watched(MessageSet(label, "", 0))
+        # The device may be behind for long: its oldest operation is the wait.
+        trouble = trouble or self._in_vain(label, label, waited)
+        if trouble is not None:
+            self._tell_all(trouble)
+            self._give_up(read(trouble)[0])
+
+    def _look_into_torch(self, label: str | None) -> None:
+        """Peers that wait for this rank end the run: here, torch notices that they are gone. Where all are
+        inside torch, nobody else does."""
+        told = {} if label is None else started()
+        trouble = self._watched(None if label is None else MessageSet(named(label, told), "", 0), told)
+        if trouble is not None and self._watch.all_foreign:
+            self._notes.report(trouble)
+            exits.give_up(self._peers.rank, trouble)
+
+    def _watched(self, job: MessageSet | None, told: Started | None = None, away: bool = False) -> str | None:
+        # Where the store has gone with its rank, so has the connection to it, which gloo notices.
+        if job is not None:
+            return self._aside.call(
+                partial(self._watch.waiting, self, job.label, job.lane, job.turn, told, away)
+            )
+        if self._watch.speaks_for(self):
+            self._aside.call(partial(self._watch.over, self))
+        return None
+
+    def blame(self, label: str, peer: int, error: str) -> str:
+        """Why a wait for a peer has ended with this error of gloo: what the peer, or we, have said of it."""
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline:
+            told = self._verdict or self._notes.first()
+            if told is not None:
+                return told
+            time.sleep(0.01)
+        me, person = self._peers.me, self._peers.people[peer]
+        if "closed" in error or "reset" in error:
+            return f"{person} ended or was killed while {me} waited for {label}"
+        reason = error.splitlines()[0]
+        return f"the connection of {me} to {person} failed in {label}: {reason}"
+
 
 class PeerLink:
     """Connections to all peers. A lane is a sequence of operations that all ranks start in the same order."""
@@ -124,46 +381,23 @@ class PeerLink:
         watch: StoreWatch | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.timeout = timeout
         called = range(size) if names is None else names
-        self._me = f"rank {called[rank]}"
         meeting = Rendezvous(store, rank, size, timeout)
-        self._names = called
-        self._people = [
-            Person(*cast("list[Any]", who)) for who in meeting.share("who", Person.me(called[rank]))
-        ]
+        people = [Person(*cast("list[Any]", who)) for who in meeting.share("who", Person.me(called[rank]))]
         # Far beyond our own timeout: gloo's would break the connection without a word about the cause.
         gloo = _connections(store, rank, size, settle(meeting), timedelta(seconds=10 * timeout + 3600))
         self._gloo = gloo
         self._watch = watch if watch is not None else StoreWatch(store, rank, size)
         self._number = self._watch.join()
-        self._stacks = StackProbe()
         self._tags: dict[str, int] = {}
         self._post: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         post = threading.Thread(target=_deliver, args=(self._post,), name="zeroshard post", daemon=True)
         post.start()
         weakref.finalize(self, self._post.put, None)
-        self.usual = Usual()
-        self.away: Callable[[], str | None] = lambda: None  # what this rank waits for in another transport
-        self._aside = Aside()
-        self._waiting: tuple[MessageSet, float] | None = None
-        self._peer: int | None = None  # that is waited for
-        self._said: object = None  # the wait that was spoken of
-        self._place: tuple[MessageSet | None, str] = (None, "")  # of the program, in the last long wait
-        self._verdict: str | None = None
-        self._overdue: Callable[[], tuple[str, float] | None] = lambda: None
-        self._give_up: Callable[[str], None] = lambda trouble: None
-        self._probe = torch.zeros(1, dtype=torch.uint8)
-        self._probes: list[GlooWork] = []
-        self._probed = 0.0
-        self._reported = False
-        self._closed = threading.Event()
-        peers = [peer for peer in range(size) if peer != rank]
-        self._notes = {peer: torch.zeros(_NOTE, dtype=torch.uint8) for peer in peers}
-        # Kept, though nobody waits for them: gloo forgets a receive when its work is let go of.
-        self._note_works = [gloo.recv([note], peer, _NOTE_TAG) for peer, note in self._notes.items()]
-        self._threads = [look_after(self, self._closed, _LOOK), post]
+        self._wait = CurrentWait()
+        self.notes = FailureNotes(gloo, [peer for peer in range(size) if peer != rank])
+        self.guard = LinkGuard(PeerNames(rank, called, people), timeout, self._watch, self.notes, self._wait)
+        self._threads = [look_after(self.guard, self.notes.closed, _LOOK), post]
 
     def tag(self, lane: str, number: int) -> None:
         """Give a lane its tag: the same number on every rank, and no other lane's."""
@@ -187,209 +421,36 @@ class PeerLink:
         """Block until the job is done. Raises RankError if it cannot come about."""
         if job.done:
             return
-        self._waiting = (job, time.monotonic())
+        self._wait.begin(job)
         try:
             job.posted.wait()
             if job.refused is not None:
                 self._fail(job.label, *job.refused)
             for peer, work in job.works:
-                self._wait_one(job, peer, work)
+                self._wait.turn_to(peer)
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    self._fail(job.label, peer, error)
         finally:
-            self._waiting = None
-        job.done = True
-        job.works.clear()
-
-    def _wait_one(self, job: MessageSet, peer: int, work: GlooWork) -> None:
-        self._peer = peer
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._fail(job.label, peer, error)
-
-    def note(self) -> str | None:
-        """Why a peer failed, if one has said so."""
-        return next((read(told)[0] for told in self._told()), None)
-
-    def _told(self) -> Iterator[str]:
-        """The notes of the peers that failed."""
-        for note in self._notes.values():
-            length = int(note[0]) + 256 * int(note[1])
-            if length:
-                yield bytes(note[2 : 2 + length].tolist()).decode(errors="replace")
+            self._wait.end()
+        job.end()
 
     def waits_for(self) -> str | None:
         """What this rank waits for here."""
-        waiting = self._waiting
+        waiting = self._wait.job
         return None if waiting is None else waiting[0].label
 
-    def guard(self, overdue: Callable[[], tuple[str, float] | None], give_up: Callable[[str], None]) -> None:
-        """Watch waits of another kind too: `overdue` says what they are for and how long they have lasted,
-        `give_up` ends them."""
-        self._overdue, self._give_up = overdue, give_up
-
-    def look(self) -> None:
-        """What the guard does: end a wait that cannot come about."""
-        waiting = self._waiting
-        if waiting is None:
-            self._look_elsewhere()
-            return
-        job, since = waiting
-        waited = time.monotonic() - since
-        trouble = next(self._told(), None)
-        if trouble is None and waited > LONG:
-            trouble = self._watched(self._placed(job))
-        if trouble is None:
-            trouble = self._in_vain(job, job.label, waited)
-        if trouble is not None and self._waiting is waiting:
-            self._verdict = read(trouble)[0]
-            self._tell_all(trouble)
-            self._break()
-
-    def _tell_all(self, trouble: str) -> None:
-        """Peers, and those that it is about, if they are stopped on this host."""
-        self.report(trouble)
-        wake([self._people[self._names.index(rank)] for rank in read(trouble)[1]])
-
-    def _in_vain(self, wait: object, what: str, waited: float) -> str | None:
-        """Speak of a wait that is too long; the text of one that is over."""
-        ends = waited > self.timeout
-        # Peers that wait themselves have said so by then.
-        if not ends and (self._said is wait or not self.usual.too_long(waited - 2 * _LOOK, self.timeout)):
-            return None
-        late = self._late()
-        if ends:  # a peer that waits elsewhere names who did not come there
-            return in_vain(self._me, waited, what, late) if late or waited > self.timeout + OTHERS else None
-        if not late:
-            return None
-        self._said = wait
-        here = self._names[self.rank]
-        if min(set(self._names) - {person.rank for person in late}) == here:
-            say(here, waited, what, late)
-        return None
-
-    def _late(self) -> list[Person]:
-        """Who is to blame for a wait: the ranks that wait for nothing. Where the store does not say, with the
-        process that keeps it stopped: the peer whose message does not come."""
-        found = self._aside.call(self._watch.absent)
-        if found is None:
-            found = [] if self._peer is None else [self._peer]
-        return [self._people[rank] for rank in found]
-
-    def _placed(self, job: MessageSet) -> MessageSet:
-        """With where the program is; looked up once for each wait, which takes a while."""
-        if self._place[0] is not job:
-            self._place = job, self._stacks.caller()
-        return MessageSet(job.label + self._place[1], job.lane, job.turn)
-
-    def _look_elsewhere(self) -> None:
-        me = self._names[self.rank]
-        blamed = why_blamed(me, self._told())
-        if blamed is not None:  # also where the device has stood still as long as this rank
-            show_and_end(me, blamed, self._stacks.thread)
-        overdue = self._overdue()
-        if overdue is None:
-            away = self.away()
-            if away is not None:
-                self._watched(MessageSet(away, "", 0), away=True)
-                return
-            self._look_into_torch(self._stacks.collective(LONG))
-            return
-        label, waited = overdue
-        trouble = self._lost(label) or self._watched(MessageSet(label, "", 0))
-        # The device may be behind for long: its oldest operation is the wait.
-        trouble = trouble or self._in_vain(label, label, waited)
-        if trouble is not None:
-            self._tell_all(trouble)
-            self._give_up(read(trouble)[0])
-
-    def _look_into_torch(self, label: str | None) -> None:
-        """Peers that wait for this rank end the run: here, torch notices that they are gone. Where all are
-        inside torch, nobody else does."""
-        told = {} if label is None else started()
-        trouble = self._watched(None if label is None else MessageSet(named(label, told), "", 0), told)
-        if trouble is not None and self._watch.all_foreign:
-            self.report(trouble)
-            exits.give_up(self.rank, trouble)
-
-    def _watched(self, job: MessageSet | None, told: Started | None = None, away: bool = False) -> str | None:
-        # Where the store has gone with its rank, so has the connection to it, which gloo notices.
-        if job is not None:
-            return self._aside.call(
-                partial(self._watch.waiting, self, job.label, job.lane, job.turn, told, away)
-            )
-        if self._watch.speaks_for(self):
-            self._aside.call(partial(self._watch.over, self))
-        return None
-
-    def _break(self) -> None:
-        """Close the connections. Gloo does it to one on which a wait has timed out."""
-        for peer in self._notes:
-            try:
-                self._gloo.recv([torch.zeros(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue
-
-    def _lost(self, label: str) -> str | None:
-        """Why a peer failed, or that a connection has gone: for waits that gloo knows nothing of."""
-        told = next(self._told(), None)
-        now = time.monotonic()
-        if told is not None or now - self._probed < LONG:
-            return told
-        self._probed = now
-        for peer in self._notes:
-            try:
-                # Nobody receives it. Gloo raises here if the connection is closed.
-                self._probes.append(self._gloo.send([self._probe], peer, _BREAK_TAG))
-            except RuntimeError as error:
-                return self._blame(label, peer, str(error))
-        return None
-
-    def _blame(self, label: str, peer: int, error: str) -> str:
-        deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline:
-            told = self._verdict or self.note()
-            if told is not None:
-                return told
-            time.sleep(0.01)
-        if "closed" in error or "reset" in error:
-            return f"{self._people[peer]} ended or was killed while {self._me} waited for {label}"
-        reason = error.splitlines()[0]
-        return f"the connection of {self._me} to {self._people[peer]} failed in {label}: {reason}"
-
     def _fail(self, label: str, peer: int, error: RuntimeError) -> None:
-        text = self._blame(label, peer, str(error))
-        self.report(text)
+        text = self.guard.blame(label, peer, str(error))
+        self.notes.report(text)
         raise RankError(text) from error
-
-    def report(self, text: str) -> None:
-        """Tell every peer that this rank failed and why. The first note stays."""
-        if self._reported or self._closed.is_set():
-            return
-        self._reported = True
-        data = text.encode()[: _NOTE - 2]
-        note = torch.zeros(_NOTE, dtype=torch.uint8)
-        note[: 2 + len(data)] = torch.tensor([len(data) % 256, len(data) // 256, *data], dtype=torch.uint8)
-        threads = [
-            threading.Thread(target=self._tell, args=(peer, note), daemon=True) for peer in self._notes
-        ]
-        self._threads += threads
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + _GRACE
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _tell(self, peer: int, note: torch.Tensor) -> None:
-        try:
-            self._gloo.send([note], peer, _NOTE_TAG).wait(timedelta(seconds=_GRACE))
-        except RuntimeError:
-            return
 
     def flush(self, jobs: Iterable[MessageSet], seconds: float) -> None:
         """Wait for sends that nobody here waits for: gloo keeps a message back until its receiver asks, and
         forgets it with its job. Not where a rank has failed, and not for ever."""
         end = time.monotonic() + seconds
-        if self._reported or self.note() is not None:
+        if self.notes.reported or self.notes.first() is not None:
             return
         try:
             for job in jobs:
@@ -402,9 +463,14 @@ class PeerLink:
 
     def close(self) -> None:
         """Let go of the connections, and of the threads that use them: [Note: threads inside torch]."""
-        self._closed.set()
+        self.notes.closed.set()
         self._post.put(None)
-        part_from([*self._threads, *self._aside.threads])
+        part_from(self.threads)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """All that may be inside of torch."""
+        return [*self._threads, *self.notes.threads, *self.guard.threads]
 
 
 def _connections(store: Store, rank: int, size: int, address: str | None, patience: timedelta) -> Any:

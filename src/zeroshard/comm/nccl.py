@@ -219,7 +219,7 @@ class NcclTransport(Transport):
         self._copy_out(reduced_grad, each, cuts, out)
 
     def _bring(self, whole: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
-        """Pieces of all ranks, one after another, for each of some tensors."""
+        """Shards of all ranks, one after another, for each of some tensors."""
         work = self._group.allgather_into_tensor_coalesced(list(map(_real, whole)), list(map(_real, mine)))
         if work is not None:
             work.wait()

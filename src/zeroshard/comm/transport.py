@@ -128,9 +128,9 @@ class Counters:
 class Transport(ABC):
     """Moves shards between the ranks of one group. One per `shard`; all ranks make it in the same order.
 
-    Regions are a symmetric heap: every rank allocates and frees in the same order. `reduce` and `gather`
-    start an operation and name it by a `key`, which always comes with the same shards, or cuts and shapes;
-    `kind` is what `counters` books it under.
+    Transport buffers are a symmetric heap: every rank allocates and frees in the same order. `reduce` and
+    `gather` start an operation and name it by a `key`, which always comes with the same shards, or cuts and
+    shapes; `kind` is what `counters` books it under.
     """
 
     name: str = ""

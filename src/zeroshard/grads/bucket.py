@@ -157,147 +157,96 @@ def _spans(own: Sequence[OwnShare], length: int) -> list[tuple[int, int, OwnShar
 _grad, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
 
-class ReducedBucket(Bucket):
-    """Gradients that several ranks add up. See the module's docstring."""
+class GradientCopies:
+    """Copies the gradients of a bucket into `values`, its communication buffer. Made when the first gradients
+    arrive: it has a view of where each goes."""
 
-    may_leave_late = True
-
-    def __init__(
-        self,
-        index: int,
-        pack: PackLayout,
-        params: Sequence[ShardedParam],
-        wire: TransportBuffer,
-        transport: Transport,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        device: torch.device,
-        values: Tensor | None = None,
-    ) -> None:
-        wire_dtype, dtype = dtypes
-        super().__init__(index, params, dtype)
-        self.pack, self.wire_dtype = pack, wire_dtype
-        self.wire = self.lane = wire
-        self._sharded_params = [p.sharded_param for p in self.params]
-        self._unsharded_params = [p.unsharded_param for p in self.params]
-        self.values = wire.mine if values is None else values  # where gradients are copied to
-        self.transport, self.device = transport, device
-        self.flat = isinstance(pack, FlatPackLayout)
-        self._targets: list[list[Tensor]] = []
-        self._own_rows: OwnRows | None = None
-        self._holding: OwnRows | None = None
-        self.landed: Tensor | None = None
-        self.lands_in: Tensor  # where the next sum of this rank's shard is made
-        self.coming: Tensor | None = None
-        self.whole: Tensor | None = None
-        self.reduced, self.reduced_at = wire, pack.starts  # stage 0: where peers fetch each reduced shard
-        self.back: Sequence[list[Tensor]] = []  # stage 0: per rank, where its reduced shard goes in `whole`
-        self.cuts: Sequence[list[tuple[int, int]]] = []  # stage 0: per rank, where that is fetched from
-        self.grads: list[Tensor] = []  # per parameter, what sharded parameter.grad shows
-        self._places: list[int] = []  # where they were when they were first shown
-        self._aside: list[Tensor | None] | None = (
-            None  # what `sharded_param.grad` had before the one under way
-        )
-
-    def _lay_out(self) -> None:
-        """Views of where gradients go, made when the first arrive."""
-        pack, values, count = self.pack, self.values, len(self.params)
+    def __init__(self, pack: PackLayout, values: Tensor, device: torch.device, rank: int | None) -> None:
+        """`device`: of the gradients. `rank`: the one whose own rows may stay in the gradients."""
+        self._pack, self._values, count = pack, values, len(pack.slots)
+        self._flat = isinstance(pack, FlatPackLayout)
         # [Note: by bands] One strided view for all ranks of a band: a view for each would be most of what a
         # rank of a thousand keeps in host memory.
-        bands = () if self.flat else pack.bands
+        bands = () if self._flat else pack.bands
         self._bands = [(band, in_wire(values, pack, band)) for band in bands]
         self._targets = self._make_targets()
-        self._flags = [values[pack.full : pack.full + count]] if self.flat else []
+        self._flags = [values[pack.full : pack.full + count]] if self._flat else []
         self._flags += [rows[..., pack.body(band.start) :][..., :count] for band, rows in self._bands]
         ones = torch.ones(count, dtype=values.dtype, device=values.device)
         self._all_flags = [ones.expand(view.shape) for view in self._flags]
+        self._own_rows: OwnRows | None = None
         # The common case, made fast: every parameter is cut into rows, so that a strided view per parameter
         # and band takes consecutive parts of its gradient.
-        self._parts: list[int] | None = None
-        if self.flat or pack.world == 1 or all(slot.split != "copy" for slot in pack.slots):
-            self._list_parts()
+        self._sources_of: list[int] | None = None  # by view: which gradient it takes a part of
+        if self._flat or pack.world == 1 or all(slot.split != "copy" for slot in pack.slots):
+            self._list_views(device)
             if values.device.type == "cpu":
                 self._all_flags = [flags.contiguous() for flags in self._all_flags]
-            equal = self.flat or len(self._bands) == 1
-            if equal and self.transport.traits.adds_here and values is self.wire.mine:
-                own = OwnRows(pack, self.transport.rank, values, self._flags)
-                self._own_rows = own if own.worth_it else None
+            if rank is not None and (self._flat or len(self._bands) == 1):
+                own_rows = OwnRows(pack, rank, values, self._flags)
+                self._own_rows = own_rows if own_rows.worth_it else None
 
-    def _list_parts(self) -> None:
-        """All views that are not empty, and for each the number of the gradient it takes a part of."""
+    def _list_views(self, device: torch.device) -> None:
+        """All views that are not empty, and where the part of a gradient begins that each takes."""
         listed = enumerate(zip(self._targets, self._starts, strict=True))
-        found = [
+        views = [
             (index, view, at)
-            for index, (views, starts) in listed
-            for view, at in zip(views, starts, strict=True)
-            if view.numel() or len(views) == 1
+            for index, (targets, starts) in listed
+            for view, at in zip(targets, starts, strict=True)
+            if view.numel() or len(targets) == 1
         ]
-        self._parts = [index for index, _, _ in found]
-        self._to = [view for _, view, _ in found] + self._flags
-        shifts = [at for _, _, at in found] + [0] * len(self._flags)
-        self._moves = TensorCopies(
-            self._to, self._to, self._unsharded_params[0].device, shifts=shifts if any(shifts) else None
-        )
+        self._sources_of = [index for index, _, _ in views]
+        self._to = [view for _, view, _ in views] + self._flags
+        shifts = [at for _, _, at in views] + [0] * len(self._flags)
+        self._moves = TensorCopies(self._to, self._to, device, shifts=shifts if any(shifts) else None)
 
     def _make_targets(self) -> list[list[Tensor]]:
-        """Where each parameter goes in the wire: one view for each band, with a row for each of its ranks."""
-        if self.flat:
-            spans = zip(self.pack.full_offsets, self.pack.slots, strict=True)
-            return [[self.values[at : at + slot.numel].view(1, -1)] for at, slot in spans]
-        result: list[list[Tensor]] = [[] for _ in self.pack.slots]
+        """Where each parameter goes: one view for each band, with a row for each of its ranks."""
+        if self._flat:
+            spans = zip(self._pack.full_offsets, self._pack.slots, strict=True)
+            return [[self._values[at : at + slot.numel].view(1, -1)] for at, slot in spans]
+        targets: list[list[Tensor]] = [[] for _ in self._pack.slots]
         for band, rows in self._bands:
-            places = zip(self.pack.offsets(band.start), band.held, strict=True)
-            for views, (at, n) in zip(result, places, strict=True):
+            places = zip(self._pack.offsets(band.start), band.held, strict=True)
+            for views, (at, n) in zip(targets, places, strict=True):
                 views.append(rows[..., at : at + n])
-        return result
+        return targets
 
     @cached_property
     def _starts(self) -> list[list[int]]:
         """For each tensor, the element of its gradient at which the part for each view begins."""
-        slots, bands = self.pack.slots, self._bands
-        return [[0] if self.flat else [s.rows(band.start)[0] * s.row for band, _ in bands] for s in slots]
+        slots, bands = self._pack.slots, self._bands
+        return [[0] if self._flat else [s.rows(band.start)[0] * s.row for band, _ in bands] for s in slots]
 
     def _sources(self, index: int, grad: Tensor) -> list[Tensor]:
         """What goes to those views."""
-        slot, flat = self.pack.slots[index], grad.reshape(-1)
-        if self.flat:
+        slot, flat = self._pack.slots[index], grad.reshape(-1)
+        if self._flat:
             return [flat.view(1, -1)]
         if slot.split == "copy":
             return [flat.expand_as(view) for view in self._targets[index]]
         views = zip(self._targets[index], self._starts[index], strict=True)
         return [flat[at : at + view.numel()].view(view.shape) for view, at in views]
 
-    @torch.no_grad()
-    def fill(self, hold: bool = False) -> OwnRows | None:
-        """Copy the gradients of the unsharded parameters into the wire and let them go, but with `hold` this
-        rank's own rows."""
-        if not self._targets:
-            self._lay_out()
-        self.transport.fill(self.wire)
-        self._holding = None
-        with DisableTorchFunctionSubclass():  # of unsharded parameters that are `Away`
-            grads: list[Tensor | None] = list(map(_grad, self._unsharded_params))
-        self.used = [grad is not None for grad in grads]
-        everything = all(self.used)
-        if everything and self._parts is not None and not any(map(_is_sparse, grads)):
-            whole = cast("list[Tensor]", grads)
-            own_rows = self._own_rows if hold else None
-            if own_rows is not None and own_rows.fill(whole):
-                self._holding = own_rows
-            else:
-                if len(self._parts) > len(whole):
-                    whole = [grad.contiguous() for grad in whole]  # not once for each of its parts
-                self._moves.run(self._to, [whole[i] for i in self._parts] + self._all_flags, "source")
-        else:
-            flags = self._all_flags
-            if not everything:
-                ours = flags_on(self.values.device, self.used, self.values.dtype)
-                flags = [ours.expand_as(view) for view in self._flags]
-            into, out_of = self._uneven_pairs(grads)
-            torch._foreach_copy_(into + self._flags, out_of + flags)
-        with DisableTorchFunctionSubclass():
-            for unsharded_param in self._unsharded_params:
-                unsharded_param.grad = None
-        return self._holding
+    def run(self, grads: list[Tensor | None], used: list[bool], hold: bool) -> OwnRows | None:
+        """Copy the gradients. With `hold` this rank's own rows may stay in them: what keeps these is
+        returned."""
+        everything = all(used)
+        if everything and self._sources_of is not None and not any(map(_is_sparse, grads)):
+            present = cast("list[Tensor]", grads)
+            if hold and self._own_rows is not None and self._own_rows.fill(present):
+                return self._own_rows
+            if len(self._sources_of) > len(present):
+                present = [grad.contiguous() for grad in present]  # not once for each of its parts
+            self._moves.run(self._to, [present[i] for i in self._sources_of] + self._all_flags, "source")
+            return None
+        flags = self._all_flags
+        if not everything:
+            ours = flags_on(self._values.device, used, self._values.dtype)
+            flags = [ours.expand_as(view) for view in self._flags]
+        into, out_of = self._uneven_pairs(grads)
+        torch._foreach_copy_(into + self._flags, out_of + flags)
+        return None
 
     def _uneven_pairs(self, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         into: list[Tensor] = []
@@ -310,18 +259,27 @@ class ReducedBucket(Bucket):
                 out_of += self._sources(index, grad.to_dense() if grad.is_sparse else grad)
         return into, out_of
 
-    def reduce(self) -> Work:
-        start = self.transport.reduce
-        if self._holding is not None:
-            start = partial(self.transport.reduce_by, self._holding.add)
-        return start("reduce", self.label, self.wire, self.pack.shards, self.lands_in, 1.0 / self.pack.world)
 
-    def used_anywhere(self, reduced: Tensor | None = None) -> list[bool]:
-        """See [Note: used flags]. `reduced`: the result of the reduction, where that is not what is shown."""
-        if all(self.used):
-            return self.used
-        counts = self.flags_in(self.shown if reduced is None else reduced)[: len(self.params)]
-        return [mine or count > 0 for mine, count in zip(self.used, counts.tolist(), strict=True)]
+class ShownBucket(Bucket):
+    """Gradients of several ranks, and where their sum lands: what `sharded_param.grad` shows of it, or what a
+    sink is given."""
+
+    def __init__(
+        self, index: int, pack: PackLayout, params: Sequence[ShardedParam], dtype: torch.dtype, rank: int
+    ) -> None:
+        super().__init__(index, params, dtype)
+        self.pack, self.rank = pack, rank
+        self.flat = isinstance(pack, FlatPackLayout)
+        self._sharded_params = [p.sharded_param for p in self.params]
+        self.landed: Tensor | None = None
+        self.lands_in: Tensor  # where the next sum of this rank's shard is made
+        self.coming: Tensor | None = None
+        self.whole: Tensor | None = None
+        self._shows: ShardedTensors | None = None  # how rows are shown, where it is not `whole`
+        self._grads: list[Tensor] = []  # what each `sharded_param.grad` shows, made when it first does
+        self._addresses: list[int] = []  # of those gradients, when they were first shown
+        # What each `sharded_param.grad` had before the gradient that is under way.
+        self._aside: list[Tensor | None] | None = None
 
     @property
     def shown(self) -> Tensor:
@@ -330,14 +288,21 @@ class ReducedBucket(Bucket):
         assert shown is not None
         return shown
 
+    def used_anywhere(self, reduced: Tensor | None = None) -> list[bool]:
+        """See [Note: used flags]. `reduced`: the result of the reduction, where that is not what is shown."""
+        if all(self.used):
+            return self.used
+        counts = self.flags_in(self.shown if reduced is None else reduced)[: len(self.params)]
+        return [mine or count > 0 for mine, count in zip(self.used, counts.tolist(), strict=True)]
+
     def flags_in(self, reduced: Tensor) -> Tensor:
         """Where a result of the reduction, laid out as `shown`, has its flags."""
-        body = self.pack.full if self.whole is not None else self.pack.body(self.transport.rank)
+        body = self.pack.full if self.whole is not None else self.pack.body(self.rank)
         return reduced[body:]
 
     def views_in(self, reduced: Tensor) -> list[Tensor]:
         """Each parameter's gradient there: its rows on this rank, or at stage 0 all of it."""
-        slots, rank = self.pack.slots, self.transport.rank
+        slots, rank = self.pack.slots, self.rank
         if self.whole is not None:
             places = zip(slots, self.pack.full_offsets, strict=True)
             return [reduced[at : at + s.numel].view(s.shape) for s, at in places]
@@ -353,6 +318,22 @@ class ReducedBucket(Bucket):
 
     # ------------------------------------------------------------------ what sharded_param.grad shows
 
+    def show_whole(self, whole: Tensor) -> None:
+        """Stage 0: `sharded_param.grad` is all of the gradient, in this memory."""
+        self.whole = whole
+
+    def show_rows(self, sharded_tensors: ShardedTensors) -> None:
+        """`sharded_param.grad` is this rank's rows, in DTensor wrappers that are made once."""
+        self._shows = sharded_tensors
+
+    def _make_grads(self) -> list[Tensor]:
+        """Thousands of wrappers are much of what `shard()` would make, and a sink needs none."""
+        views, shows = self.views_in(self.shown), self._shows
+        if shows is None:
+            return views
+        pairs = zip(views, self.pack.slots, strict=True)
+        return [shows.show(view, slot, what="the gradient") for view, slot in pairs]
+
     def keep_aside(self) -> None:
         """What the landing is about to overwrite is added back when it has landed."""
         if self.sink is not None:
@@ -360,14 +341,13 @@ class ReducedBucket(Bucket):
         before = list(map(_grad, self._sharded_params))
         if any(grad is not None for grad in before):
             rows = [None if grad is None else ShardedTensors.local(grad) for grad in before]
-            ours = {ShardedTensors.local(grad).data_ptr() for grad in self.grads}
+            ours = {ShardedTensors.local(grad).data_ptr() for grad in self._grads}
             self._aside = [
                 grad.clone() if grad is not None and grad.data_ptr() in ours else grad for grad in rows
             ]
-            for (
-                param
-            ) in self._sharded_params:  # what a penalty on the weights adds meanwhile can be told apart
-                param.grad = None
+            # So that what a penalty on the weights adds meanwhile can be told apart.
+            for sharded_param in self._sharded_params:
+                sharded_param.grad = None
 
     def receive(self, unseen: bool) -> None:
         assert self.coming is not None
@@ -380,11 +360,13 @@ class ReducedBucket(Bucket):
         if self.sink is not None:
             self.sink(self.for_sink(), list(used))
             return
+        if not self._grads:
+            self._grads = self._make_grads()
         if self.whole is not None:
             self._rejoin()
         aside, self._aside = self._aside, None
         if aside is None and all(used) and all(p.grad is None for p in self._sharded_params):
-            for sharded_param, grad in zip(self._sharded_params, self.grads, strict=True):
+            for sharded_param, grad in zip(self._sharded_params, self._grads, strict=True):
                 sharded_param.grad = grad
         else:
             self._show_sum(used, aside if aside is not None else [None] * len(self.params))
@@ -392,7 +374,7 @@ class ReducedBucket(Bucket):
     def _show_sum(self, used: Sequence[bool], aside: Sequence[Tensor | None]) -> None:
         """With what was kept `aside`, and what has been added since; parameters that nobody used may have
         none."""
-        every = zip(self._sharded_params, self.grads, used, aside, strict=True)
+        every = zip(self._sharded_params, self._grads, used, aside, strict=True)
         for param, shown, is_used, before in every:
             others = [ShardedTensors.local(grad) for grad in (before, param.grad) if grad is not None]
             if not is_used and not others:
@@ -406,11 +388,11 @@ class ReducedBucket(Bucket):
 
     def _rejoin(self) -> None:
         """Plain gradients that the loop has given other memory (`p.grad.data = ...`) show this one again."""
-        places = list(map(Tensor.data_ptr, self.grads))
-        if places != self._places:
-            if self._places:
-                self.grads = self.views_in(self.shown)
-            self._places = list(map(Tensor.data_ptr, self.grads))
+        addresses = list(map(Tensor.data_ptr, self._grads))
+        if addresses != self._addresses:
+            if self._addresses:
+                self._grads = self.views_in(self.shown)
+            self._addresses = list(map(Tensor.data_ptr, self._grads))
 
     def for_sink(self) -> Tensor:
         """What is shown, as sinks take it."""
@@ -435,6 +417,69 @@ class ReducedBucket(Bucket):
             self.flags_in(self.coming).zero_()
         return any(self.used)
 
+
+@dataclass(frozen=True)
+class WayBack:
+    """Stage 0: how a rank fetches the sums of the others. `buffer`: where they fetch its own, which each has
+    from `starts`; `targets`, `cuts`: per rank, where its sum goes in `whole`, and what is fetched."""
+
+    buffer: TransportBuffer
+    starts: Sequence[int]
+    targets: GatherTargets
+    cuts: Sequence[list[tuple[int, int]]]
+
+
+class ReducedBucket(ShownBucket):
+    """Gradients that several ranks add up. See the module's docstring."""
+
+    may_leave_late = True
+
+    def __init__(
+        self,
+        index: int,
+        pack: PackLayout,
+        params: Sequence[ShardedParam],
+        wire: TransportBuffer,
+        transport: Transport,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        values: Tensor | None = None,
+    ) -> None:
+        """`dtypes`: of what travels, and of what lands. `values`: where gradients are copied to, if not to
+        the wire."""
+        self.wire_dtype, dtype = dtypes
+        super().__init__(index, pack, params, dtype, transport.rank)
+        self.wire = self.lane = wire
+        self.transport, self.device = transport, device
+        self._unsharded_params = [p.unsharded_param for p in self.params]
+        self._values = wire.mine if values is None else values
+        self._copies: GradientCopies | None = None
+        self._holding: OwnRows | None = None
+        self._way_back: WayBack | None = None
+
+    @torch.no_grad()
+    def fill(self, hold: bool = False) -> OwnRows | None:
+        """Copy the gradients of the unsharded parameters into the wire and let them go, but with `hold` this
+        rank's own rows."""
+        if self._copies is None:
+            holds = self.transport.traits.adds_here and self._values is self.wire.mine
+            of_grads = self._unsharded_params[0].device
+            self._copies = GradientCopies(self.pack, self._values, of_grads, self.rank if holds else None)
+        self.transport.fill(self.wire)
+        with DisableTorchFunctionSubclass():  # of unsharded parameters that are `Away`
+            grads: list[Tensor | None] = list(map(_grad, self._unsharded_params))
+            for unsharded_param in self._unsharded_params:
+                unsharded_param.grad = None
+        self.used = [grad is not None for grad in grads]
+        self._holding = self._copies.run(grads, self.used, hold)
+        return self._holding
+
+    def reduce(self) -> Work:
+        start = self.transport.reduce
+        if self._holding is not None:
+            start = partial(self.transport.reduce_by, self._holding.add)
+        return start("reduce", self.label, self.wire, self.pack.shards, self.lands_in, 1.0 / self.pack.world)
+
     # ------------------------------------------------------------------ where it lands
 
     @property
@@ -448,8 +493,7 @@ class ReducedBucket(Bucket):
         """Make the tensors that `sharded_param.grad` will show: memory and DTensor wrappers are reused every
         step. One that `delays` has room for the gradient under way, and none of it is a part of the wire,
         which the next gradient overwrites."""
-        rank, pack = self.transport.rank, self.pack
-        start, size = pack.starts[rank], pack.shards[rank]
+        start, size = self.pack.starts[self.rank], self.pack.shards[self.rank]
         in_place = stage <= 1 and self._shows_wire and not delays
         if in_place:
             self.landed = self.wire.mine[start : start + size]
@@ -460,8 +504,7 @@ class ReducedBucket(Bucket):
         if stage == 0:
             self._make_whole(in_place, ledger)
         else:
-            pairs = zip(self.views_in(self.landed), pack.slots, strict=True)
-            self.grads = [sharded_tensors.show(view, slot, what="the gradient") for view, slot in pairs]
+            self.show_rows(sharded_tensors)
         self.lands_in = self.landed
         if delays:
             self.coming = torch.zeros_like(self.shown)
@@ -470,34 +513,38 @@ class ReducedBucket(Bucket):
 
     def _make_whole(self, in_place: bool, ledger: MemoryLedger) -> None:
         pack, self.goes_back = self.pack, True
+        buffer, starts = self.wire, pack.starts
         if self.dtype != self.wire_dtype:
             # The sum is wider than what travelled: fetched through the wire it would be rounded, unlike at
             # other stages.
-            size = pack.shards[self.transport.rank]
             key = f"{self.wire.key} {self.index} reduced"
-            self.reduced = self.transport.allocate(key, size, self.dtype)
-            self.reduced_at = (0,) * pack.world
-            if self.reduced.mine.device == self.device:
-                self.landed = self.reduced.mine
-            ledger.book("buckets", self.reduced.mine.nbytes)
+            buffer = self.transport.allocate(key, pack.shards[self.rank], self.dtype)
+            starts = (0,) * pack.world
+            if buffer.mine.device == self.device:
+                self.landed = buffer.mine
+            ledger.book("buckets", buffer.mine.nbytes)
         if in_place:
-            self.whole = self.wire.mine[: pack.wire]
+            whole = self.wire.mine[: pack.wire]
         else:
-            self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
-            ledger.book("gradients", self.whole.nbytes)
-        self.grads = self.views_in(self.whole)
+            whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
+            ledger.book("gradients", whole.nbytes)
+        self.show_whole(whole)
         shards = PackLayout((ShardSpec(f"bucket {self.index}", (pack.wire,), pack.world),), pack.world)
-        self.back = GatherTargets(shards, self.whole, self.transport.rank if in_place else None)
-        self.cuts = ByRank(pack.world, partial(_cut_of, self.reduced_at, pack.shards))
+        targets = GatherTargets(shards, whole, self.rank if in_place else None)
+        cuts = ByRank(pack.world, partial(_cut_of, starts, pack.shards))
+        self._way_back = WayBack(buffer, starts, targets, cuts)
 
     def lay_open(self) -> None:
-        rank = self.transport.rank
-        own = self.reduced.mine[self.reduced_at[rank] :][: self.pack.shards[rank]]
+        way = self._way_back
+        assert way is not None
+        own = way.buffer.mine[way.starts[self.rank] :][: self.pack.shards[self.rank]]
         if self.landed is not None and own.data_ptr() != self.landed.data_ptr():
             own.copy_(self.landed)
 
     def gather_back(self) -> Work:
-        return self.transport.gather("reduce", f"{self.label}, whole", self.reduced, self.cuts, self.back)
+        way = self._way_back
+        assert way is not None
+        return self.transport.gather("reduce", f"{self.label}, whole", way.buffer, way.cuts, way.targets)
 
 
 def _cut_of(starts: Sequence[int], shards: Sequence[int], rank: int) -> list[tuple[int, int]]:
@@ -522,9 +569,8 @@ class AllReduceBucket(ReducedBucket):
         shard = pack.shards[transport.rank] * self.dtype.itemsize
         self._back = transport.allocate(f"{self.wire.key} {self.index} back", shard, torch.uint8)
         self.landed = self._back.mine.view(self.dtype)
-        self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
-        self.grads = self.views_in(self.whole)
-        ledger.book("gradients", self.whole.nbytes)
+        self.show_whole(torch.zeros(pack.wire, dtype=self.dtype, device=self.device))
+        ledger.book("gradients", self.shown.nbytes)
         ledger.book("buckets", self._back.mine.nbytes)
 
     def reduce(self) -> Work:

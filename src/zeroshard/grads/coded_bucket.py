@@ -220,12 +220,11 @@ class CodedBucket(ReducedBucket):
         self._again_holes = [
             tensor[at:end] for tensor in self._again.values() for at, end in cuts if at < end
         ]
-        self.whole = torch.zeros(pack.wire, dtype=self.dtype, device=self.device)
-        self.grads = self.views_in(self.whole)
+        self.show_whole(torch.zeros(pack.wire, dtype=self.dtype, device=self.device))
         assert self.landed is not None
         ledger.book("buckets", self._back_wire.mine.nbytes + self.landed.nbytes)
         ledger.book("state", sum(tensor.nbytes for tensor in self._again.values()))
-        ledger.book("gradients", self.whole.nbytes)
+        ledger.book("gradients", self.shown.nbytes)
 
     @torch.no_grad()
     def go_on(self, number: int) -> Work:

@@ -191,8 +191,7 @@ class MeanBucket(ReducedBucket):
         return False
 
     def _make_whole(self, in_place: bool, ledger: MemoryLedger) -> None:
-        self.whole = torch.zeros(self.pack.wire, dtype=self.dtype, device=self.device)
-        self.grads = self.views_in(self.whole)
+        self.show_whole(torch.zeros(self.pack.wire, dtype=self.dtype, device=self.device))
         assert self.landed is not None
-        ledger.book("gradients", self.whole.nbytes)
+        ledger.book("gradients", self.shown.nbytes)
         ledger.book("buckets", self.landed.nbytes)

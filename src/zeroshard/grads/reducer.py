@@ -35,10 +35,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 
 from zeroshard.comm import Transport, Work
 from zeroshard.comm.transport import DoneWork
@@ -54,6 +56,7 @@ HELD = 2**40  # what a bucket waits for that does not leave before backward ends
 # `zeroshard.offload`.
 Sink = Callable[[Tensor, list[bool]], None]
 ParamRows = list[tuple[ShardedParam, Tensor]]
+_grad, _nbytes = attrgetter("grad"), attrgetter("nbytes")
 
 
 class KeepingSink(ABC):
@@ -206,7 +209,8 @@ class OwnBucket(Bucket):
     ) -> None:
         super().__init__(index, params, dtype)
         self._delays = delays
-        self._seen: set[ShardedParam] = set()  # what has arrived in this backward
+        self._sharded_params = [p.sharded_param for p in self.params]
+        self._unsharded_params = [p.unsharded_param for p in self.params]
         # Gradients of this backward, those under way, and those that are shown next.
         self._arrived: dict[ShardedParam, Tensor] = {}
         self._coming: dict[ShardedParam, Tensor] = {}
@@ -214,11 +218,10 @@ class OwnBucket(Bucket):
 
     def arrived(self, param: ShardedParam) -> bool:
         """It need not wait for the others."""
-        self._seen.add(param)
-        grad = param.take_grad()
+        grad, sharded_param = param.take_grad(), param.sharded_param
         if grad is not None:
-            if grad.dtype == self.dtype and param.sharded_param.grad is None and not self._delays:
-                param.sharded_param.grad = grad
+            if not self._delays and grad.dtype is self.dtype and sharded_param.grad is None:
+                sharded_param.grad = grad
             else:
                 self._add(param, grad)
         return False
@@ -232,14 +235,15 @@ class OwnBucket(Bucket):
             param.add_grad(grad)
 
     def fill(self, hold: bool = False) -> None:
-        for param in self.params:
-            if param not in self._seen:  # what was accumulated without synchronisation, and not used since
+        with DisableTorchFunctionSubclass():  # they may be `Away`
+            left = list(map(_grad, self._unsharded_params))
+        for param, grad in zip(self.params, left, strict=True):
+            if (
+                grad is not None
+            ):  # it was accumulated without synchronisation, and the parameter not used since
                 self.arrived(param)
-        self.used = [param in self._arrived for param in self.params]
-
-    def await_all(self) -> None:
-        super().await_all()
-        self._seen.clear()
+        arrived = self._arrived
+        self.used = [p in arrived for p in self.params] if arrived else [False] * len(self.params)
 
     def reduce(self) -> Work:
         self._coming, self._arrived = self._arrived, {}
@@ -263,8 +267,8 @@ class OwnBucket(Bucket):
             param.add_grad(grad)
 
     def live_bytes(self) -> int:
-        shown = [param.sharded_param.grad for param in self.params]
-        return sum(grad.nbytes for grad in (*shown, *self._coming.values()) if grad is not None)
+        shown = [grad for grad in map(_grad, self._sharded_params) if grad is not None]
+        return sum(map(_nbytes, (*shown, *self._coming.values())))
 
     def rows_coming(self, done: bool, every: bool) -> ParamRows:
         for param in self.params if every else ():

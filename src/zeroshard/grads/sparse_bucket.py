@@ -138,10 +138,9 @@ class SparseBucket(ReducedBucket):
         self._back_spans = rows_spans(self._slot, self.dtype.itemsize)
         room = self._back_spans[self.transport.rank][1]
         self._back = self.transport.allocate(f"{self.wire.key} {self.index} back", room, torch.uint8)
-        self.whole = torch.zeros(self.pack.full + 1, dtype=self.dtype, device=self.device)
-        self.grads = self.views_in(self.whole)
+        self.show_whole(torch.zeros(self.pack.full + 1, dtype=self.dtype, device=self.device))
         ledger.book("buckets", self._back.mine.nbytes + self.landed.nbytes)
-        ledger.book("gradients", self.whole.nbytes)
+        ledger.book("gradients", self.shown.nbytes)
 
     @torch.no_grad()
     def go_on(self, number: int) -> Work:

@@ -1,4 +1,4 @@
-"""Pieces of all ranks added in their order on a GPU, by one launch; see `programs`."""
+"""Shards of all ranks added in their order on a GPU, by one launch; see `programs`."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from .job import PREEMPTED, LaunchJob
@@ -92,6 +93,88 @@ def after_timeout(now: float) -> SignalLadder:
     return SignalLadder(now, [(0.0, STACKS), (1.0, signal.SIGTERM), (1.0 + GRACE, signal.SIGKILL)])
 
 
+class RankRecords:
+    """What the ranks of an attempt have said, and how they ended."""
+
+    def __init__(self, screen: OutputStreams, log_dir: Path | None) -> None:
+        self._screen, self._log_dir = screen, log_dir
+        self.ended: dict[int, tuple[int, float]] = {}  # by rank: its status, and when it ended
+        self.reports: dict[int, RankReport] = {}
+        self._stopped: set[int] = set()  # were sent a signal
+        self._finished: set[int] = set()  # said farewell
+        self._news: queue.SimpleQueue[tuple[int, RankReport]] = queue.SimpleQueue()
+        self._held: list[tuple[int, RankReport]] = []  # not shown yet: their cause may still come
+        self._shown: list[RankReport] = []
+        self._relays: list[OutputRelay] = []
+        self._errors: dict[int, OutputRelay] = {}
+
+    def listen(self, member: RankProcess) -> None:
+        """Read its pipes from now on."""
+
+        def reported(line: bytes) -> None:
+            if line == FAREWELL:
+                self._finished.add(member.rank)
+            else:
+                self._news.put((member.rank, RankReport.decode(line)))
+
+        self._relays.append(OutputRelay(member.report, reported))
+        if member.stdout is None or member.stderr is None:
+            return
+        stdout, stderr = self._sinks(member.rank)
+        self._errors[member.rank] = OutputRelay(member.stderr, stderr)
+        self._relays += [OutputRelay(member.stdout, stdout), self._errors[member.rank]]
+
+    def _sinks(self, rank: int) -> tuple[Callable[[bytes], None], Callable[[bytes], None]]:
+        if self._log_dir is None:
+            screen = self._screen
+            return prefixed(rank, screen, screen.stdout), prefixed(rank, screen, screen.stderr)
+        accept = filed(self._log_dir / f"rank-{rank}.log")
+        return accept, accept
+
+    def end(self, rank: int, status: int) -> None:
+        self.ended[rank] = (status, time.monotonic())
+
+    def stop(self, rank: int) -> None:
+        """It was sent a signal that ends it."""
+        self._stopped.add(rank)
+
+    def show(self, *, last: bool = False) -> None:
+        """Take the reports that have come, and print those whose cause is known or does not come."""
+        while not self._news.empty():
+            rank, report = self._news.get()
+            self.reports[rank] = report
+            self._held.append((rank, report))
+        silent = any(ending.failed and not ending.report for ending in self.endings())
+        caused = silent or any(not report.follows for report in self.reports.values())
+        now = time.monotonic()
+        for rank, report in sorted(self._held, key=lambda item: (item[1].follows, item[1].at)):
+            if last or caused or not report.follows or now - report.at > _HOLD:
+                self._held.remove((rank, report))
+                self._screen.write(self._screen.stderr, narrate(rank, report, self._shown, caused))
+                self._shown.append(report)
+
+    def endings(self) -> list[RankEnding]:
+        return [
+            RankEnding(
+                rank,
+                status,
+                at,
+                report=self.reports.get(rank),
+                last_line=self._errors[rank].last_line if rank in self._errors else "",
+                stopped=rank in self._stopped,
+                finished=rank in self._finished,
+            )
+            for rank, (status, at) in sorted(self.ended.items())
+        ]
+
+    def close(self) -> None:
+        """Read what is still in the pipes."""
+        deadline = time.monotonic() + 1.0
+        for relay in self._relays:
+            relay.join(max(0.0, deadline - time.monotonic()))
+        self.show(last=True)
+
+
 class Supervisor:
     """One attempt, from its ranks' start to their end. `--timeout` counts from `begun`, the first one's
     start."""
@@ -111,24 +194,16 @@ class Supervisor:
         self._screen = screen
         self._started, self._begun = started, begun
         self._signals, self._store = signals, store
-        self._ended: dict[int, tuple[int, float]] = {}
-        self._stopped: set[int] = set()
-        self._finished: set[int] = set()
-        self._news: queue.SimpleQueue[tuple[int, RankReport]] = queue.SimpleQueue()
-        self._held: list[tuple[int, RankReport]] = []
-        self._reports: dict[int, RankReport] = {}
-        self._told: list[RankReport] = []
+        self._records = RankRecords(screen, job.log_dir)
         self._ladder: SignalLadder | None = None
         self._caught: signal.Signals | None = None
         self._timed_out = self._lacks_store = False
-        self._relays: list[OutputRelay] = []
-        self._errors: dict[int, OutputRelay] = {}
         for member in members:
-            self._listen(member)
+            self._records.listen(member)
 
     def wait(self) -> AttemptResult:
         """Returns when every rank has ended."""
-        while len(self._ended) < len(self._members):
+        while len(self._records.ended) < len(self._members):
             caught = take(self._signals, _TICK)
             if caught is not None and caught.number != signal.SIGCHLD:
                 # Ctrl-C goes to the whole process group: the ranks have it already. That a terminal was
@@ -136,30 +211,9 @@ class Supervisor:
                 shared = caught.from_kernel and caught.number == signal.SIGINT
                 self._heard(caught.number, from_terminal=shared)
             self._reap()
-            self._hear_reports()
+            self._records.show()
             self._escalate(time.monotonic())
         return self._conclude()
-
-    def _listen(self, member: RankProcess) -> None:
-        def reported(line: bytes) -> None:
-            if line == FAREWELL:
-                self._finished.add(member.rank)
-            else:
-                self._news.put((member.rank, RankReport.decode(line)))
-
-        self._relays.append(OutputRelay(member.report, reported))
-        if member.stdout is None or member.stderr is None:
-            return
-        stdout, stderr = self._sinks(member.rank)
-        self._errors[member.rank] = OutputRelay(member.stderr, stderr)
-        self._relays += [OutputRelay(member.stdout, stdout), self._errors[member.rank]]
-
-    def _sinks(self, rank: int) -> tuple[Callable[[bytes], None], Callable[[bytes], None]]:
-        if self._job.log_dir is None:
-            screen = self._screen
-            return prefixed(rank, screen, screen.stdout), prefixed(rank, screen, screen.stderr)
-        accept = filed(self._job.log_dir / f"rank-{rank}.log")
-        return accept, accept
 
     def _heard(self, number: signal.Signals, *, from_terminal: bool) -> None:
         now = time.monotonic()
@@ -182,31 +236,17 @@ class Supervisor:
             # Others are orphans that became ours: see `adopt_orphans`.
             if pid in self._members:
                 rank, code = self._members[pid].rank, os.waitstatus_to_exitcode(status)
-                self._ended[rank] = (code, time.monotonic())
+                self._records.end(rank, code)
                 if code == 0 and self._store is not None:
                     self._store.ended_well(rank)
 
-    def _hear_reports(self, *, last: bool = False) -> None:
-        while not self._news.empty():
-            rank, report = self._news.get()
-            self._reports[rank] = report
-            self._held.append((rank, report))
-        silent = any(ending.failed and not ending.report for ending in self._endings())
-        caused = silent or any(not report.follows for report in self._reports.values())
-        now = time.monotonic()
-        for rank, report in sorted(self._held, key=lambda item: (item[1].follows, item[1].at)):
-            if last or caused or not report.follows or now - report.at > _HOLD:
-                self._held.remove((rank, report))
-                self._screen.write(self._screen.stderr, narrate(rank, report, self._told, caused))
-                self._told.append(report)
-
     def _escalate(self, now: float) -> None:
-        statuses = {status for status, _ in self._ended.values()}
+        statuses = {status for status, _ in self._records.ended.values()}
         trouble = None if self._store is None else self._store.trouble
         if trouble is not None and not self._lacks_store:
             self._lacks_store = True
             self._screen.say(trouble)
-        failed = bool(self._reports) or bool(statuses - {0, PREEMPTED}) or self._lacks_store
+        failed = bool(self._records.reports) or bool(statuses - {0, PREEMPTED}) or self._lacks_store
         limit = self._job.timeout
         # A rank that saves after Ctrl-C has time, until one of its peers is gone.
         if failed and (self._ladder is None or self._ladder.patient):
@@ -221,33 +261,16 @@ class Supervisor:
 
     def _send(self, number: signal.Signals) -> None:
         for pid, member in self._members.items():
-            if member.rank not in self._ended:
+            if member.rank not in self._records.ended:
                 os.kill(pid, number)
                 if number not in (STACKS, signal.SIGCONT):
-                    self._stopped.add(member.rank)
-
-    def _endings(self) -> list[RankEnding]:
-        return [
-            RankEnding(
-                rank,
-                status,
-                at,
-                report=self._reports.get(rank),
-                last_line=self._errors[rank].last_line if rank in self._errors else "",
-                stopped=rank in self._stopped,
-                finished=rank in self._finished,
-            )
-            for rank, (status, at) in sorted(self._ended.items())
-        ]
+                    self._records.stop(member.rank)
 
     def _conclude(self) -> AttemptResult:
         if self._ladder is not None:
             self._sweep()
-        deadline = time.monotonic() + 1.0
-        for relay in self._relays:
-            relay.join(max(0.0, deadline - time.monotonic()))
-        self._hear_reports(last=True)
-        endings = self._endings()
+        self._records.close()
+        endings = self._records.endings()
         lasted = duration(time.monotonic() - self._started)
         by = signal_name(self._caught or signal.SIGTERM)
         if {ending.status for ending in endings} == {PREEMPTED}:

@@ -612,7 +612,7 @@ class ModelLayout(ABC):
 
     @cached_property
     def holding_sums(self) -> list[bool]:
-        """The same where the leaves have several gradients added up."""
+        """The same where unsharded parameters have several gradients added up."""
         return [self._holds(bucket, {self.sum_dtype(w) for w in bucket.weights}) for bucket in self.buckets]
 
     def _holds(self, bucket: BucketSpec, dtypes: set[str]) -> bool:

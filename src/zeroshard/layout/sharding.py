@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import heappush, heapreplace
 from itertools import accumulate, groupby, pairwise
 from math import prod
@@ -90,9 +90,7 @@ class ShardSpec:
         if self.split == "copy":
             return None
         alike = self.chunked
-        return ShardSpec(
-            "", self.shape[:1], self.world, "rows" if alike else self.split, 0 if alike else self.owner
-        )
+        return _division(self.height, self.world, "rows" if alike else self.split, 0 if alike else self.owner)
 
     @property
     def by_rows(self) -> bool:
@@ -141,6 +139,12 @@ class ShardSpec:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         start, stop = self.rows(rank)
         return (stop - start, *self.shape[1:]) if self.shape else ()
+
+
+@lru_cache(4096)
+def _division(height: int, world: int, split: Split, owner: int) -> ShardSpec:
+    """One for all tensors that are divided alike: models have thousands."""
+    return ShardSpec("", (height,), world, split, owner)
 
 
 class ByRank(Sequence[T]):

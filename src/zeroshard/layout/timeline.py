@@ -133,15 +133,15 @@ def _once(setup: MemoryModel) -> int:
 
 
 def _unsynced(setup: MemoryModel) -> int:
-    """Bytes of a whole gradient on leaves."""
+    """Bytes of a whole gradient on unsharded parameters."""
     return sum(w.numel * WIDTHS[setup.sum_dtype(w)] for w in setup.trainable.values() if w.used)
 
 
 class _Arrivals:
-    """Gradients on their way: `now` bytes wait on leaves for their bucket to fill and to have its turn, or
-    are held behind it; on one rank `landed` bytes have become gradients of sharded parameters, or are flat
-    ones for the host. `unsynced`: all unsharded parameters hold a sum from the beginning, to which the new
-    ones are added."""
+    """Gradients on their way: `now` bytes wait on unsharded parameters for their bucket to fill and to
+    have its turn, or are held behind it; on one rank `landed` bytes have become gradients of sharded
+    parameters, or are flat ones for the host. `unsynced`: all unsharded parameters hold a sum from the
+    beginning, to which the new ones are added."""
 
     def __init__(self, setup: MemoryModel, unsynced: bool) -> None:
         self.setup, self.now, self._due = setup, _unsynced(setup) if unsynced else 0, 0

@@ -192,14 +192,14 @@ class OffloadedState:
         for draft in self._plots_of[gather_group.key]:
             weights = [compute[index[n]] for n in draft.names]
             draft.targets = [weight.view(-1) for weight in weights]
-            self._fill(draft, gather_group.master_dtype)
+            self._fill(draft, gather_group.own.master_dtype)
             for name, (at, n), weight in zip(draft.names, draft.spans, weights, strict=True):
                 if draft.form is not None:
-                    gather_group.updated_by_host.add(index[name])
+                    gather_group.own.updated_by_host.add(index[name])
                     if not draft.overlapped and not draft.deferred:
                         # Its gradient is on the host, and so must be its sharded parameter.
                         result[index[name]] = torch.tensor(math.nan).expand(weight.shape)
-                        gather_group.written_through.add(index[name])
+                        gather_group.own.written_through.add(index[name])
                 if draft.master is not None:
                     result[index[name]] = draft.master[at : at + n].view(weight.shape)
                 elif draft.disk is not None and draft.form is not None:
@@ -209,7 +209,7 @@ class OffloadedState:
                     self.masters[name] = SplitMaster(weight, draft.state.remainder[at : at + n])
             self.plots.append(draft)
         if gather_group.rests.rows == "disk":
-            gather_group.source = self._source(gather_group, index)
+            gather_group.read_from(self._source(gather_group, index))
         return result
 
     def keep_frozen(self, weights: Sequence[ParamSpec], computed: Mapping[str, Tensor]) -> None:

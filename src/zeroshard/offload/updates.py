@@ -455,9 +455,8 @@ class HostUpdates:
         """Gradients are about to land again: what no forward has asked for may still be read from there."""
         self.interrupt()
         early = [part for part in self.parts if part.update.begun and not part.update.holding]
-        increment_version(
-            [p.unsharded_param for part in early for p in part.params]
-        )  # this one must not use them
+        # Graphs that saved these must not be followed any more.
+        increment_version([p.unsharded_param for part in early for p in part.params])
         for part in self.parts:
             part.update.age()
             if not part.update.known and not part.update.holding:

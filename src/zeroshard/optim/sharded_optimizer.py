@@ -38,7 +38,7 @@ from .optimizer_kinds import ElsewhereState, rows_suffice, state_bytes
 
 log = logging.getLogger("zeroshard")
 
-_grad = attrgetter("grad")
+_grad, _dtype = attrgetter("grad"), attrgetter("dtype")
 _FIRST = -1  # number of a step hook of ours; torch counts from 0
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 _KERNELS: dict[bool, Callable[..., None] | None] = {  # by whether the weight decay is decoupled
@@ -69,9 +69,8 @@ class ShardedOptimizer:
         self.optimizer, self.sharded_tensors = optimizer, sharded_tensors
         self._together = FusedAdam(optimizer)
         self.held: FrozenMoments | None = None  # where a codec freezes second moments
-        self.whole: dict[int, dict[str, Any]] | None = (
-            None  # by id(sharded parameter): what `state_dict()` shows instead
-        )
+        # What `state_dict()` shows instead of this rank's rows, by id(sharded parameter).
+        self.whole: dict[int, dict[str, Any]] | None = None
         self.shrinks = 1.0  # what gradients in fp16 are multiplied by for the step under way
         self.params: dict[int, ShardedParam] = {}
         self._proxies: dict[int, nn.Parameter] = {}
@@ -269,7 +268,10 @@ class ShardedOptimizer:
         if self.sharded_tensors.mesh is not None or self._split:
             return True
         sharded_params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        pairs = zip(sharded_params, map(_grad, sharded_params), strict=True)
+        grads = list(map(_grad, sharded_params))
+        if len({grad.dtype for grad in grads if grad is not None}.union(map(_dtype, sharded_params))) <= 1:
+            return False  # the common case, of thousands of parameters
+        pairs = zip(sharded_params, grads, strict=True)
         return any(grad is not None and grad.dtype != sharded_param.dtype for sharded_param, grad in pairs)
 
     def _widens(self, sharded_param: Tensor) -> bool:

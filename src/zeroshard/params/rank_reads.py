@@ -36,7 +36,8 @@ _WORDS = {
 _MOST = 1 << 16  # names that are kept of one tensor: a loop may add to it for ever
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
-Names = tuple[str, ...] | Callable[[], tuple[str, ...]]
+# Of tensors, as messages have them; or the name of one parameter, of which there are thousands.
+Names = tuple[str, ...] | str | Callable[[], tuple[str, ...]]
 
 
 class ComparesRanks(Protocol):
@@ -53,11 +54,13 @@ class ReadSubject:
 
     def __init__(self, readings: RankReads, names: Names, made: str = "") -> None:
         self.readings, self.made, self._names = readings, made, names
-        self._left: dict[str, ReadSubject] = {}
+        self._left: dict[str, ReadSubject] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of all rows. Empty if there are some among them that this library does not know."""
+        if isinstance(self._names, str):
+            return (f"`{self._names}`",)
         if not isinstance(self._names, tuple):
             self._names = self._names()
         return self._names
@@ -66,6 +69,8 @@ class ReadSubject:
         """As it is left pending by an operation. Made once: there may be thousands in one call."""
         if self.made:
             return self
+        if self._left is None:
+            self._left = {}
         found = self._left.get(word)
         if found is None:
             found = self._left[word] = ReadSubject(self.readings, self.names, word)

@@ -97,7 +97,7 @@ class ShardedTensors:
         """`what` of the parameter it is, if not itself."""
         if self.mesh is None:
             return local
-        about = ReadSubject(self.readings, (f"{what} of `{slot.name}`" if what else f"`{slot.name}`",))
+        about = ReadSubject(self.readings, (f"{what} of `{slot.name}`",) if what else slot.name)
         # A handle has no memory of its own.
         own = _apart(local) if type(local) is Tensor else local
         return dtensor_of(own, self._spec_of(slot, own.dtype), writes, about, slot.division)
@@ -201,6 +201,11 @@ class FrozenMaster:
 class ShardedParam:
     """One parameter's tensors (named at the top of this file) and its place in the layout."""
 
+    __slots__ = (
+        *("name", "places", "original", "slot", "unsharded_param", "local", "sharded_param", "master"),
+        *("wide", "one_count", "sum_dtype", "__weakref__"),
+    )
+
     def __init__(
         self,
         param_ref: ParamRef,
@@ -241,8 +246,12 @@ class ShardedParam:
     def take_grad(self) -> Tensor | None:
         """The gradient that autograd left on the unsharded parameter, which lets it go. It is dense, as what
         travels is: so one rank trains with the same optimizers as several."""
-        with DisableTorchFunctionSubclass():  # it may be `away`
-            grad, self.unsharded_param.grad = self.unsharded_param.grad, None
+        param = self.unsharded_param
+        if type(param) is nn.Parameter:
+            grad, param.grad = param.grad, None
+        else:
+            with DisableTorchFunctionSubclass():  # it may be `Away`
+                grad, param.grad = param.grad, None
         return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
     def share_count(self) -> None:

@@ -273,9 +273,8 @@ def model_problem_for(
     site: Site,
 ) -> ModelProblem:
     """The question for what is wanted (`PlanArguments`). `given`: names of the options that the user gave."""
-    from .trace import (
-        ExampleInputs,  # fake tensors take a second to import, which `import zeroshard` should not
-    )
+    # Fake tensors take a second to import, which `import zeroshard` should not.
+    from .trace import ExampleInputs
 
     refuse_rows(optimizers or (), options)
     refuse_second_names(model, options)

@@ -170,8 +170,8 @@ _MUCH = 32 * 2**20  # bytes of the model's own, the same
 
 
 class RuntimeBuilder:
-    """Makes the runtime of one `shard()`. All ranks run it in the same order: the transport's transport
-    buffers depend on it."""
+    """Makes the runtime of one `shard()`. All ranks run it in the same order: the transport's buffers
+    depend on it."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class RuntimeBuilder:
         self.runtime.adopt_strategy(self._sync_strategy(params))
         if self.host is not None:
             self.host.start()
-            self.runtime.adopt_parts(self.host.parts)
+            self.runtime.adopt_offload_groups(self.host.parts)
         return self.runtime
 
     def conclude(self) -> None:
@@ -303,11 +303,11 @@ class RuntimeBuilder:
         compute, local = gather_group.views()
         if self.host is not None and rests.state != "device":
             local = self.host.locals_of(gather_group, param_refs)
-            gather_group.use_locals(local)
+            gather_group.own.use_locals(local)
             computed = {ref.name: rows for ref, rows in zip(param_refs, compute, strict=True)}
             self.host.keep_frozen(layout.frozen_masters(spec), computed)
         masters: dict[str, MasterRows] = dict(self.host.masters) if self.host is not None else {}
-        masters |= zip((t.name for t in param_refs), gather_group.split_masters(), strict=False)
+        masters |= zip((t.name for t in param_refs), gather_group.own.split_masters(), strict=False)
         for index, param_ref in enumerate(param_refs):
             slot = pack.slots[index]
             targets = (
@@ -330,7 +330,7 @@ class RuntimeBuilder:
                 local[index],
                 sharded_param,
                 masters.get(param_ref.name),
-                gather_group.master_dtype,
+                gather_group.own.master_dtype,
             )
             gather_group.params.append(param)
             if rests.state == "device" and not rests.splits:  # else it is not torch alone that writes it

@@ -138,9 +138,8 @@ def _let_go(runtime: Runtime) -> None:
     """See [Note: what lives on]. What travels still is dropped unread, since peers may have ended."""
     with DisableTorchFunctionSubclass():
         for param in runtime.params:
-            unsharded_param = (
-                param.unsharded_param
-            )  # graphs hold it, and may run through others before it can say that they must not
+            # Graphs hold it, and may run through others before it can say that they must not.
+            unsharded_param = param.unsharded_param
             blank = torch.full((), math.nan if unsharded_param.is_floating_point() else 0).to(unsharded_param)
             unsharded_param.data = blank.expand(unsharded_param.shape)
     runtime.let_go()

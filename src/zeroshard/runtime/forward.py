@@ -113,6 +113,11 @@ class ForwardMethods:
         self._late = LateHooks(runtime.sharded_tensors, runtime.params, runtime.transport.size)
         self.strangers = LateParams(model, runtime.params) if several else None
         self.peers = PeerComparison(runtime.transport)
+        # Those that forward changes are broadcast from rank 0, unless they stay local.
+        in_step = several and runtime.options.buffers == "broadcast"
+        self._buffers = _statistics_of(model) if in_step else []
+        if in_step:
+            runtime.sync_strategy.take_buffers(self._buffers)
 
     def watch(self, on_inputs: Callable[[Any], None], after_step: Callable[[], None]) -> None:
         """Tell of the inputs of forwards that a backward may follow, and of steps."""
@@ -160,21 +165,22 @@ class ForwardMethods:
             self.peers.saw((args, kwargs))
         if self.on_inputs is not None and learns and not named:
             self.on_inputs((args, kwargs))
-        if runtime.buffers and learns and self._model.training and self._keeps_in_step and not runtime.inside:
+        trains = learns and self._model.training and self._keeps_in_step
+        if trains and not runtime.forward.inside:
             with torch.no_grad():
                 # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two
                 # forward passes.
-                runtime.transport.broadcast("buffers", [buffer.data for buffer in runtime.buffers])
+                runtime.transport.broadcast("buffers", [buffer.data for buffer in self._buffers])
         return None if self._compute is None else (cast(args, self._compute), cast(kwargs, self._compute))
 
     @property
     def _keeps_in_step(self) -> bool:
-        return bool(self.runtime.buffers) and self.runtime.sync and not self.runtime.sync_strategy.apart
+        return bool(self._buffers) and self.runtime.sync and not self.runtime.sync_strategy.apart
 
     def let_go(self) -> None:
         """The run has ended: its handle lives on, and must keep none of its parameters."""
         self._late = LateHooks(self.runtime.sharded_tensors, [], self.runtime.transport.size)
-        self.strangers = None
+        self.strangers, self._buffers = None, []
 
     def enter(self, units: Sequence[RunningUnit]) -> ExitStack:
         """A method begins: what it uses of its module itself is whole, until the end of the block that is
@@ -196,7 +202,7 @@ class ForwardMethods:
 
     def look(self, module: nn.Module) -> None:
         """A module is about to compute: is it called past all entries?"""
-        if id(module) in self.known or self.runtime.inside or self.runtime.in_backward:
+        if id(module) in self.known or self.runtime.forward.inside or self.runtime.backward.task is not None:
             return
         if self._keeps_in_step and torch.is_grad_enabled() and _learns_statistics(module):
             path = next(path for path, other in self._model.named_modules() if other is module)
@@ -237,7 +243,9 @@ class ForwardMethods:
         """Keywords of a `generate` that ranks may end at different lengths: where gathers need all ranks, all
         go on until the last one is done."""
         runtime = self.runtime
-        together = runtime.transport.size > 1 and runtime.transport.traits.overlaps and not runtime.keeps_full
+        together = (
+            runtime.transport.size > 1 and runtime.transport.traits.overlaps and not runtime.supply.keeps_full
+        )
         if not together or not takes_synced(method) or not any(unit.sharded for unit in runtime.units):
             return kwargs
         return kwargs if kwargs.get(_SYNCED) is not None else {**kwargs, _SYNCED: True}
@@ -467,6 +475,11 @@ def has_synced(module: nn.Module) -> bool:
 
 def takes_synced(method: Any) -> bool:
     return callable(method) and _SYNCED in inspect.signature(method).parameters
+
+
+def _statistics_of(model: nn.Module) -> list[Tensor]:
+    modules = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
+    return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 
 def _learns_statistics(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +43,15 @@ class LoadedWeights:
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._model, self._runtime = model, runtime
         self._loaded: nn.Module | None = None  # the load under way is of this one
-        self._own: dict[int, list[tuple[str, ShardedParam]]] = {}  # by id of a module: what stands in it
-        for param in runtime.params:
+
+    @cached_property
+    def _own(self) -> dict[int, list[tuple[str, ShardedParam]]]:
+        """By id of a module: what stands in it. Few runs ever load a state dict."""
+        own: dict[int, list[tuple[str, ShardedParam]]] = {}
+        for param in self._runtime.params:
             for place in param.places:
-                self._own.setdefault(id(place.module), []).append((place.attribute, param))
+                own.setdefault(id(place.module), []).append((place.attribute, param))
+        return own
 
     def before(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any

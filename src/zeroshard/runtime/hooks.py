@@ -67,9 +67,7 @@ class Hooks:
             self._replace(module, "forward", widening.forward(module.forward))
         for unit in self.runtime.units:
             self._on_modules(unit)
-            for param in unit.params:
-                if param.trainable:
-                    self._on_unsharded_param(unit, param)
+            self._on_params(unit)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
                 # On a GPU it would move the weights that stand in it into a buffer of its own.
@@ -148,15 +146,18 @@ class Hooks:
             self._keep(module.register_forward_pre_hook(before if own else calls.before, prepend=True))
             self._keep(module.register_forward_hook(after if own else calls.after, always_call=True))
 
-    def _on_unsharded_param(self, unit: RunningUnit, param: ShardedParam) -> None:
+    def _on_params(self, unit: RunningUnit) -> None:
         # Weak: Python cannot see a cycle that goes through an unsharded parameter's hooks, and would never
         # free a model that was not closed.
-        runtime, its_param = ref(self.runtime), ref(param)
-        landed = partial(arrived, runtime, ref(unit), its_param)
-        # Stays after a run, which leaves it to nobody but the graphs of its forwards.
-        param.unsharded_param.register_post_accumulate_grad_hook(landed)
-        if self.runtime.transport.size > 1:
-            self._keep(param.sharded_param.register_hook(partial(strayed, runtime, its_param)))
+        runtime = ref(self.runtime)
+        landed = partial(arrived, runtime, ref(unit))
+        for param in unit.params:
+            if not param.trainable:
+                continue
+            # Stays after a run, which leaves it to nobody but the graphs of its forwards.
+            param.unsharded_param.register_post_accumulate_grad_hook(landed)
+            if self.runtime.transport.size > 1:
+                self._keep(GradientHook(param.sharded_param, partial(strayed, runtime, ref(param))))
 
     def _on_root(self) -> None:
         """Calls from outside come through the root's forward, through methods that were registered, or
@@ -306,6 +307,25 @@ class Hooks:
                 )
         with self._taken_off():
             return copy.deepcopy(module, memo)
+
+
+class GradientHook:
+    """A hook on the gradient of a tensor, which can be taken off. Torch's own handle takes some 300 bytes,
+    and there is one for every parameter."""
+
+    __slots__ = ("_hooks", "id")
+
+    def __init__(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        handle = tensor.register_hook(hook)
+        self._hooks: dict[int, Any] | None = handle.hooks_dict_ref()
+        self.id = handle.id
+
+    def hooks_dict_ref(self) -> dict[int, Any] | None:
+        return self._hooks
+
+    def remove(self) -> None:
+        if self._hooks is not None:
+            self._hooks.pop(self.id, None)
 
 
 class _NeedsNoWrapper:

@@ -10,6 +10,7 @@ dtype that it has: then nothing happens, as in torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import cycle
 from operator import attrgetter
 from typing import Any
@@ -57,9 +58,7 @@ class LateParams:
 
     def __init__(self, model: nn.Module, params: Sequence[ShardedParam]) -> None:
         self._modules = {id(module) for module in model.modules()}
-        self._sharded_params = {id(param.sharded_param) for param in params}
-        # What is assigned where a sharded parameter stood is found by its unit, which says more of it.
-        self._places = {(id(place.module), place.attribute) for param in params for place in param.places}
+        self._params = params
         self._changed, self._frozen = False, list[nn.Parameter]()
         self.due = False  # there is something to look at
 
@@ -72,14 +71,13 @@ class LateParams:
         if not self._changed and not any(map(_learns, self._frozen)):
             return
         self._frozen.clear()
+        sharded = {id(param.sharded_param) for param in self._params}
+        # What is assigned where a sharded parameter stood is found by its unit, which says more of it.
+        places = {(id(place.module), place.attribute) for param in self._params for place in param.places}
         for path, module in model.named_modules():
             self._modules.add(id(module))
             for attribute, parameter in module._parameters.items():
-                if (
-                    parameter is None
-                    or id(parameter) in self._sharded_params
-                    or (id(module), attribute) in self._places
-                ):
+                if parameter is None or id(parameter) in sharded or (id(module), attribute) in places:
                     continue
                 self._frozen.append(parameter)
                 if parameter.requires_grad:
@@ -100,17 +98,23 @@ class ModuleMoves:
     """Answers for `Module._apply` of the modules of a sharded model."""
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        # A sharded parameter may rest in host memory: the model is where it computes.
-        self._devices = {id(param.sharded_param): param.unsharded_param.device for param in params}
+        self._params = params
         # Memory that is given out again has what stood there: no two probes in a row have the same.
         self._values = cycle(range(1, 100))
+
+    @cached_property
+    def _devices(self) -> dict[int, torch.device]:
+        """By id of a sharded parameter; few loops ever ask."""
+        return {id(param.sharded_param): param.unsharded_param.device for param in self._params}
 
     def apply(self, module: nn.Module, fn: Applied, recurse: bool = True) -> nn.Module:
         """`module` as it is, where `fn` would change nothing; parameters are rows of shared buffers, which
         cannot be moved or cast alone."""
         seen = set[tuple[object, ...]]()
+        # A sharded parameter may rest in host memory: the model is where it computes.
+        devices = self._devices
         for name, tensor in _tensors(module, recurse):
-            device = self._devices.get(id(tensor), tensor.device)
+            device = devices.get(id(tensor), tensor.device)
             if (kind := (device, tensor.dtype, tensor.dim(), tensor.is_floating_point())) in seen:
                 continue
             seen.add(kind)

@@ -59,6 +59,6 @@ def _has_all(runtime: Runtime) -> bool:
     return (
         runtime.host_updates is None
         and isinstance(runtime.options.sync, EveryStep)
-        and all(group.resident and group.coded is None for group in groups)
+        and all(group.rests.resident and group.memory.coded is None for group in groups)
         and all(p.master is None and p.local.dtype == p.unsharded_param.dtype for p in runtime.params)
     )

@@ -38,7 +38,7 @@ from zeroshard.offload.group import OffloadGroup
 from zeroshard.offload.updates import HostUpdates
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
 from zeroshard.params.dtensor import ShardedDTensor
-from zeroshard.params.sharded_param import ShardedParam, ShardedTensors
+from zeroshard.params.sharded_param import BackgroundReader, ShardedParam, ShardedTensors
 from zeroshard.params.write_versions import WriteVersions, place_of
 from zeroshard.sync import SyncStrategy
 
@@ -91,32 +91,36 @@ class ParamWrites:
         self, sharded_tensors: ShardedTensors, params: Sequence[ShardedParam], copied: Sequence[ShardedParam]
     ) -> None:
         self._writes, self._count = sharded_tensors.writes, 0
-        self._plain = sharded_tensors.mesh is None
-        self._params = list(params) if self._plain else []
+        plain = sharded_tensors.mesh is None
+        self._params = list(params) if plain else []
         self._sharded_params = [param.sharded_param for param in self._params]
         self._places = list(map(Tensor.data_ptr, self._sharded_params))
-        self._counted = [param.sharded_param for param in copied] if self._plain else []
+        self._counted = [param.sharded_param for param in copied] if plain else []
         self._versions: list[int] = []
-        # Homes of which no optimizer writes what is counted: those that are not the master, that the host
-        # updates beside the loop, or that are torch's own DTensors, which tell nothing (see `dtensor_of`).
+        # Sharded parameters of which no optimizer writes what is counted: those that are not the master, that
+        # the host updates beside the loop, or that are torch's own DTensors, which tell nothing (see
+        # `dtensor_of`).
         self._told_by_sharded_tensors = any(
             isinstance(param.sharded_param, ShardedDTensor) for param in params
         )
-        silent = not self._plain and not self._told_by_sharded_tensors
+        silent = not plain and not self._told_by_sharded_tensors
         # Of these nobody can tell before they are written by hand, and saves read the very memory.
-        self.unforeseen = [p for p in params if (self._plain or silent) and p.master is None]
+        self.unforeseen = [p for p in params if (plain or silent) and p.master is None]
         self._watched = [param for param in params if silent or param.master is not None]
         self._of_watched = self._versions_of_watched()
-        self._part_of: dict[int, OffloadGroup] = {}  # by id(param)
+        self._group_of: dict[int, OffloadGroup] = {}  # by id(param)
+        self.reader: BackgroundReader | None = None  # a background save that may still be copying state
 
-    def adopt_parts(self, parts: Sequence[OffloadGroup]) -> None:
+    def read_by(self, reader: BackgroundReader | None) -> None:
+        """Whoever changes state waits for this reader from now on."""
+        self.reader = reader
+
+    def adopt_offload_groups(self, groups: Sequence[OffloadGroup]) -> None:
         """What the host updates."""
-        overlapped = [
-            part for part in parts if part.reduced_grad is None and not self._told_by_sharded_tensors
-        ]
-        self._part_of = {id(param): part for part in overlapped for param in part.params}
+        overlapped = [g for g in groups if g.reduced_grad is None and not self._told_by_sharded_tensors]
+        self._group_of = {id(param): group for group in overlapped for param in group.params}
         known = set(map(id, self._watched))
-        added = [p for part in overlapped for p in part.params if id(p) not in known]
+        added = [p for group in overlapped for p in group.params if id(p) not in known]
         self._watched += [p for p in added if p.local.numel()]  # of no elements none can be written
         self._of_watched = self._versions_of_watched()
 
@@ -152,8 +156,8 @@ class ParamWrites:
 
     def _fault(self, param: ShardedParam) -> StateError | None:
         """Why what was written cannot be taken over."""
-        part = self._part_of.get(id(param))
-        if part is not None and not part.update.known:
+        group = self._group_of.get(id(param))
+        if group is not None and not group.update.known:
             return _beside_the_host(param.name)
         return None if param.local.is_contiguous() else _shown_only(param.name)
 
@@ -196,7 +200,7 @@ def _take_back(param: ShardedParam) -> None:
 
 
 def attach(writes: WriteVersions, run: WriteListener) -> None:
-    """Homes ask the run before they are used. Weak, since they hold this."""
+    """Sharded parameters ask the run before they are used. Weak, since they hold this."""
     writes.before, writes.before_reads = partial(_before_write, ref(run)), partial(_before_read, ref(run))
 
 
@@ -231,13 +235,15 @@ class VersionCounters:
         self._apart = [param for param in params if not param.one_count]
         self._sharded_params = [param.sharded_param for param in self._apart]
         self._unsharded_param_of = {id(param.sharded_param): param.unsharded_param for param in self._apart}
-        # Faces tell that there was a write; what is written by `p.data` counts for them, but not for torch.
+        # Sharded DTensors tell that there was a write; what is written by `p.data` counts for them, but not
+        # for torch.
         self._told = all(isinstance(sharded_param, ShardedDTensor) for sharded_param in self._sharded_params)
         self._writes, self._seen = writes, writes.count
         self._versions = list(map(_version_of, self._sharded_params))
         # By id(update): its sharded parameters, which of them had no gradient, and the unsharded
         # parameters of the others.
         self._due: dict[int, tuple[list[Tensor], list[bool], list[Tensor]]] = {}
+        self.stepping = False  # an optimizer writes sharded parameters
 
     def of(self, params: Sequence[ShardedParam]) -> None:
         """Their rows were written past their sharded parameters."""
@@ -264,9 +270,11 @@ class VersionCounters:
         # Mostly a step is like the one before. Then no gradient is looked at again, of thousands.
         known = self._with_gradient(update) if not update.alike else None
         begun = [param.unsharded_param for param in host.begun] if host is not None else []
+        self.stepping = True
         try:
             yield
         finally:
+            self.stepping = False
             known = self._with_gradient(update) if known is None else known
             increment_version([*known, *begun])
             if not self._told:

@@ -93,9 +93,8 @@ class ResumeTargets:
     """Where a checkpoint's rows go, and what becomes of the optimizers once they are there."""
 
     held: list[HeldRows] = field(default_factory=list)
-    fresh: list[tuple[OptimizerPlace, str, Tensor]] = field(
-        default_factory=list
-    )  # made, and not attached yet
+    # State that was made, and is not attached to its optimizer yet.
+    fresh: list[tuple[OptimizerPlace, str, Tensor]] = field(default_factory=list)
     stepped: list[OptimizerPlace] = field(default_factory=list)  # get state
     empty: list[OptimizerPlace] = field(default_factory=list)  # had no state when saved
     thawed: list[OptimizerPlace] = field(default_factory=list)  # keep second moments, and did not when saved

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
@@ -43,10 +44,9 @@ from zeroshard.offload.group import OffloadGroup
 from zeroshard.offload.updates import HostUpdates
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, tell_of_no_gradient
 from zeroshard.options import Options
-from zeroshard.params.gather_group import BufferPool, GatherGroup, ParamState
+from zeroshard.params.gather_group import BufferPool, GatherGroup, ParamState, SavedTensors
 from zeroshard.params.resharded import Lender, lend
-from zeroshard.params.saved_tensors import SavedTensors
-from zeroshard.params.sharded_param import BackgroundReader, ShardedParam, ShardedTensors
+from zeroshard.params.sharded_param import ShardedParam, ShardedTensors
 from zeroshard.profiling import span
 from zeroshard.sync import SyncStrategy
 from zeroshard.tiers.ledger import MemoryLedger
@@ -61,6 +61,7 @@ from .unit import (
     drop_accumulated,
     inside_function,
     outside_forward,
+    refuse_transform,
     wants_all,
 )
 
@@ -70,42 +71,29 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.made = 0
-        self._landed = True  # gradients have come that no optimizer has seen
+        self._landed = -1  # backward passes that an optimizer has followed
         self._seen: set[int] = set()  # ids of optimizers: a closed run holds none
 
-    def landed(self) -> None:
-        self._landed = True
-
-    def count(self, optimizer: object) -> None:
-        if self._landed or id(optimizer) in self._seen:
-            self.made += 1
-            self._landed = False
+    def count(self, optimizer: object, landed: int) -> None:
+        """An optimizer has stepped after so many synchronised backward passes of the run."""
+        if landed != self._landed or id(optimizer) in self._seen:
+            self.made, self._landed = self.made + 1, landed
             self._seen.clear()
         self._seen.add(id(optimizer))
 
 
 class ForwardOrder:
-    """The order in which units compute, recorded in forward: which come next, and which stay for backward."""
+    """The order in which units compute in a forward: which come next, and which stay for backward."""
 
     def __init__(self) -> None:
         self.last: list[RunningUnit] = []  # stay from forward to backward, which needs them first
         self._units: list[RunningUnit] = []
         self._places: dict[int, int] = {}  # id(unit) -> place among them
-        self._trace: list[RunningUnit] = []
         self._reach = 0
 
-    def enter(self, unit: RunningUnit) -> None:
-        """It computes, in forward."""
-        self._trace.append(unit)
-
-    def drop(self) -> None:
-        """A forward was interrupted: its order says nothing."""
-        self._trace.clear()
-
-    def end(self, reach: int) -> None:
+    def end(self, order: Sequence[RunningUnit], reach: int) -> None:
         """A forward is over. `reach`: how many units are gathered ahead of use."""
-        units = list(dict.fromkeys(self._trace))
-        self._trace.clear()
+        units = list(dict.fromkeys(order))
         if len(units) >= len(self._units):
             self._units, self._reach = units, reach
             self._places = {id(unit): place for place, unit in enumerate(units)}
@@ -139,29 +127,38 @@ class ParamSupply:
         self._fetches: list[GatherRequest] = []
         self._waits = True  # for all of the host's updates before a forward
         self._moves = True  # parameters come from elsewhere before a unit computes
+        self.keeps_full = False  # no unit is released; see `Runtime.kept_full`
 
     def adopt(self, gather_groups: Sequence[GatherGroup]) -> None:
-        self.overlaps = self.overlaps or any(b.rests.rows != "device" for b in gather_groups)
-        self._refreshed = [b for b in gather_groups if b.refreshes]  # in `publish`: often none of many
+        self.overlaps = self.overlaps or any(g.rests.rows != "device" for g in gather_groups)
+        self._refreshed = [g for g in gather_groups if g.own.refreshes]  # in `publish`: often none of many
         # [Note: in turn] Peers read rows, or codes of all of them, whenever they like. Where nobody does (one
         # rank, stage 0) each unit waits for its own update, and forward begins while later ones are under
         # way. Not over transports of the CPU: layers of a bypassed unit compute with sharded parameters,
         # which change.
         alone = self._transport.size == 1 or self._transport.traits.keeps_order
-        read = any(b.transport_buffer is not None or b.coded is not None for b in gather_groups)
+        read = any(g.memory.transport_buffer is not None or g.memory.coded is not None for g in gather_groups)
         self._waits = read or not alone
-        self._moves = read or any(not b.resident for b in gather_groups)
-        self._handed_on = [b for b in gather_groups if b.exchanges or (self.overlaps and b.resident)]
-        self._small = [] if self.overlaps else [b for b in gather_groups if b.is_small]
+        self._moves = read or any(not g.rests.resident for g in gather_groups)
+        self._handed_on = [g for g in gather_groups if g.exchanges or (self.overlaps and g.rests.resident)]
+        self._small = [] if self.overlaps else [g for g in gather_groups if g.is_small]
+
+    def keep_full(self, kept: bool) -> None:
+        """Release no unit from now on, or units as ever."""
+        self.keeps_full = kept
+
+    def stepped(self) -> None:
+        """An update has written sharded parameters."""
+        self.stale = True
 
     def changed(self) -> None:
-        """Homes were written by someone else than the optimizer."""
+        """Sharded parameters were written by someone else than the optimizer."""
         self.stale, self._rewritten, self.repeats = True, True, False
 
     def publish(self, updates: HostUpdates | None) -> None:
         """Let the peers have this rank's newest rows. Not done by `step`: loops write parameters after it."""
         if self._moves and (level := peek_interpreter_stack()) is not None:
-            _refuse_transform(level.key())
+            refuse_transform(level.key())
         if self.stale:
             if updates is not None and (self._waits or self._rewritten or updates.ahead):
                 updates.drain()
@@ -173,7 +170,7 @@ class ParamSupply:
             self.stale = False
             for gather_group in self._handed_on:
                 gather_group.exchange()
-                if gather_group.resident and self.overlaps:
+                if gather_group.rests.resident and self.overlaps:
                     gather_group.gather(self.epoch)
 
     def bring(self, unit: RunningUnit, updates: HostUpdates | None, backward: bool) -> None:
@@ -182,18 +179,18 @@ class ParamSupply:
             here = not self.overlaps and all(
                 gather_group.epoch == self.epoch for gather_group in unit.gather_groups
             )
-            if here and not unit.sharded and not unit.parts:
+            if here and not unit.sharded and not unit.offload_groups:
                 return  # always whole, and nothing is to be asked for
             if updates is not None and not backward:
-                for part in unit.parts:
-                    if not part.update.holding:
-                        updates.ask(part)
+                for group in unit.offload_groups:
+                    if not group.update.holding:
+                        updates.ask(group)
             for gather_group in unit.gather_groups:
                 if gather_group.epoch < self.epoch and gather_group in self._small:
                     self._fetch_small()
                 gather_group.gather(self.epoch)
             for ahead in self.forward_order.upcoming(unit, backward) if self.overlaps else ():
-                if all(part.update.holding or part.update.done.is_set() for part in ahead.parts):
+                if all(g.update.holding or g.update.done.is_set() for g in ahead.offload_groups):
                     for gather_group in ahead.gather_groups:
                         gather_group.gather(self.epoch)
             for gather_group in unit.gather_groups:
@@ -209,113 +206,171 @@ class ParamSupply:
             gather_group.epoch = self.epoch
 
 
-def _refuse_transform(kind: TransformType) -> None:
-    """Inside of `torch.func.grad` and its like every tensor that is made is one of theirs, without memory."""
-    if kind != TransformType.Vmap:
-        raise StateError(
-            "a forward inside torch.func (grad, vjp, jvp, jacrev, hessian) of a sharded model: parameters "
-            "cannot be gathered there. Use torch.autograd.grad() or torch.autograd.functional, or transform "
-            "a copy of the model made inside `with run.gathered():`."
-        )
-
-
 # What ends before a forward does: a hook of ours, or what the compiler wraps around it.
 _PASSING = ("zeroshard.", "torch._dynamo.")
 
 
-class CallingFrame:
-    """The frame that a forward was begun from. Torch calls no hook where an interrupt (Ctrl-C) ends a
-    forward; but then this frame is on the stack no more."""
+class ForwardPass:
+    """The forward under way: the units that it is in, and the frame that it was begun from. Torch calls no
+    hook where an interrupt (Ctrl-C) ends a forward; but then this frame is on the stack no more."""
 
     def __init__(self) -> None:
+        self.learns = False  # it was called with gradients enabled
+        self.active = 0  # units entered and not left
+        self._order: list[RunningUnit] = []  # in which they have computed
         self._frame: FrameType | None = None
         self._thread = 0
 
-    def note(self) -> None:
-        """A forward begins: its frame is the first that is neither ours nor the compiler's."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_PASSING):
-            frame = frame.f_back
-        self._frame, self._thread = frame, threading.get_ident()
+    def enter(self, unit: RunningUnit, recomputed: bool) -> None:
+        """A unit computes, the first or another; `recomputed` in a backward."""
+        if not self.active:
+            self.learns = torch.is_grad_enabled() or inside_function()
+            frame = sys._getframe(1)  # the first that is neither ours nor the compiler's is the caller's
+            while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_PASSING):
+                frame = frame.f_back
+            self._frame, self._thread = frame, threading.get_ident()
+        self.active += 1
+        if not recomputed:
+            self._order.append(unit)
 
-    def forget(self) -> None:
+    def leave(self) -> list[RunningUnit] | None:
+        """A unit has computed. When it was the last, the order in which they came."""
+        self.active -= 1
+        if self.active:
+            return None
         self._frame = None
+        order, self._order = self._order, []
+        return order
+
+    def drop(self) -> None:
+        """It was interrupted: its order says nothing."""
+        self.active, self._frame = 0, None
+        self._order.clear()
 
     @property
-    def gone(self) -> bool:
-        """Whether the forward has ended, as far as this thread can tell."""
-        if self._frame is None or threading.get_ident() != self._thread:
-            return False
+    def inside(self) -> bool:
+        """Whether some call from outside has come in and not gone out, as far as this thread can tell."""
+        if not self.active or self._frame is None or threading.get_ident() != self._thread:
+            return self.active > 0
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
-        return frame is None
+        return frame is not None
 
 
-class Runtime:
-    """See the module's docstring. `hooks` calls `enter`, `leave`, `arrived`, `step`; `api` the rest."""
+class BackwardPass:
+    """The backward under way: autograd's number of it, and the units that it has gathered."""
 
-    def __init__(
-        self,
-        options: Options,
-        transport: Transport,
-        sharded_tensors: ShardedTensors,
-        pool: BufferPool,
-        ledger: MemoryLedger,
-        placement: Placement,
-        host: OffloadedState | None,
-    ) -> None:
-        self.options, self.transport, self.sharded_tensors = options, transport, sharded_tensors
-        self.pool, self.ledger, self.placement, self.host = pool, ledger, placement, host
+    def __init__(self, units: Sequence[RunningUnit]) -> None:
+        self.task: int | None = None  # autograd's number; see [Note: nested backward]
+        self.nested = False  # another has begun inside it
+        self.strayed = False  # a sharded parameter got a gradient of its own
+        self.reached = False  # some backward has given some parameter a gradient, or the user was told
+        self.landed = 0  # backward passes whose gradients are where `p.grad` shows them
+        self.recent: list[RunningUnit] = []  # gathered in it, oldest first
+        self._root = units[0] if units else None
+        self.unit_of = {id(group): unit for unit in units for group in unit.gather_groups}
+
+    def begin(self, task: int) -> bool:
+        """There is a sign of a backward. Whether it is the first one."""
+        if self.task is not None:
+            self.nested = self.nested or task != self.task
+            return False
+        self.task, self.nested, self.strayed = task, False, False
+        return True
+
+    def stray(self) -> None:
+        self.strayed = True
+
+    def reach(self) -> None:
+        self.reached = True
+
+    def make_room(self, coming: RunningUnit, kept: bool, recomputed: bool) -> None:
+        """A unit comes: release what backward is done with, which are units whose gradients are all in or
+        which have none. Unless it is `recomputed`, and the one above it has had its turn, release all but the
+        last two. `kept`: all stay whole."""
+        stay = []
+        for index, unit in enumerate(self.recent):
+            old = unit.expected <= 0 or (index < len(self.recent) - 1 and not recomputed)
+            if unit is coming or unit is self._root or unit.depth or not old or kept:
+                stay.append(unit)
+            else:
+                unit.release()
+        self.recent = [unit for unit in dict.fromkeys(stay) if recomputed or unit is not coming]
+        if not recomputed:
+            self.recent.append(coming)
+
+    def end(self, reached: bool, landed: bool) -> None:
+        """It is over. `reached`: it has given some parameter a gradient. `landed`: with all ranks."""
+        self.reached = self.reached or reached
+        self.landed += landed
+        self.recent.clear()
+        self.task = None
+
+
+@dataclass(eq=False)
+class RuntimeParts:
+    """What a runtime is made of. All but the pool and the host stay as they are."""
+
+    options: Options
+    transport: Transport
+    sharded_tensors: ShardedTensors
+    pool: BufferPool
+    ledger: MemoryLedger
+    placement: Placement
+    host: OffloadedState | None
+    hands_on_in_step: bool = False  # see [Note: a state of one rank alone] in `own_state`
+
+    def __post_init__(self) -> None:
+        self.clipping = NormClipping(self.options, self.transport)
+
+    def let_go_of_memory(self) -> None:
+        """The run has ended: lend no buffers, and know no host, any more."""
+        self.pool, self.host = BufferPool(self.pool.device, self.ledger), None
+
+
+@dataclass(eq=False)
+class Runtime(RuntimeParts):
+    """See the module's docstring. `hooks` calls `enter`, `leave`, `step`, and what is registered calls
+    `arrived`; `api` the rest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.units: list[RunningUnit] = []
         self.params: list[ShardedParam] = []
         self.sync_strategy: SyncStrategy  # owns the gradients, runs the updates
         self.updates: list[ShardedOptimizer] = []
         self.host_updates: HostUpdates | None = None
-        self.clipping = NormClipping(options, transport)
-        self.buffers: list[Tensor] = []  # what the root's forward broadcasts from rank 0
-        self.saved = SavedTensors(pool, self.ensure)
-        self.supply = ParamSupply(transport)
+        self.saved = SavedTensors(self.pool, self.ensure)
+        self.supply = ParamSupply(self.transport)
         self.sync = True
         self.unsynced = False  # unsharded parameters hold gradients that were accumulated under no_sync
         self.steps = StepCounter()
         self.closed = False
-        self.reader: BackgroundReader | None = None  # a background save that may still be copying state
-        self._stepping = False  # sharded parameters are written by an optimizer
-        self._active = 0  # units entered and not left
-        self._learns = False  # the forward under way was called with gradients enabled
-        self._keep_full = False
-        self.hands_on_in_step = False  # see [Note: a state of one rank alone] in `own_state`
-        self._caller = CallingFrame()
-        self._task: int | None = None  # graph task of the backward under way
-        self._nested = False
-        self._reached = False  # some backward has given some parameter a gradient
-        self._stray = False  # a sharded parameter got a gradient of its own in this backward
-        self._recent: list[RunningUnit] = []  # gathered in this backward, oldest first
+        self.forward, self.backward = ForwardPass(), BackwardPass([])
 
     # ------------------------------------------------------------------ forward
 
     def enter(self, unit: RunningUnit, module: nn.Module | None = None) -> None:
         """A module of this unit is about to compute: its own, or another."""
         if unit.depth == 0:
-            if self._active == 0:
-                self._learns = torch.is_grad_enabled() or inside_function()
-                self._caller.note()
+            if self.forward.active == 0:
                 self._wake()
-            if self._task is not None:
-                self._make_room(unit, done=True)  # it is recomputed: the one above it has had its turn
+            forward = self.backward.task is None
+            if forward:
+                unit.in_modules.check()
+                unit.learning.follow()
             else:
-                unit.follow_sharded_params()
-            forward = self._task is None
+                self.backward.make_room(unit, self.supply.keeps_full, recomputed=True)
             self.supply.bring(unit, self.host_updates, not forward)
             if forward:
                 self.sync_strategy.advance()
-            unit.begin(forward)
-            if forward:
-                self.supply.forward_order.enter(unit)
-            self._active += 1
-        if self._task is None and (again := unit.used_again(module, self._learns)):
-            self.gradients.hold_back(again)
+            unit.in_modules.begin(forward)
+            self.forward.enter(unit, recomputed=not forward)
+        if self.backward.task is None:
+            again = unit.entries.enter(module, self.forward.learns)
+            if again is not None:
+                self.gradients.hold_back(unit.used_again(again))
         unit.depth += 1
         if unit.sharded:
             self.saved.push()
@@ -329,64 +384,47 @@ class Runtime:
         unit.depth -= 1
         if unit.depth:
             return
-        self._active -= 1
-        fault = None
-        if self._task is None:
+        fault, forward = None, self.backward.task is None
+        if forward:
             # The root and the last units are the first that backward needs; dropping them would fetch them
             # twice in a row. There is room for as many as are gathered ahead.
             last = unit is self.units[0] or unit in self.supply.forward_order.last
-            fault = unit.end_forward(output, self._keep_full or (last and torch.is_grad_enabled()))
+            fault = unit.end_forward(output, self.supply.keeps_full or (last and torch.is_grad_enabled()))
         else:
-            unit.end()
-        if self._active == 0:
-            self._caller.forget()
-            if self._task is None:
-                self.supply.forward_order.end(self.options.prefetch if self.supply.overlaps else 0)
+            unit.in_modules.end()
+        order = self.forward.leave()
+        if order is not None and forward:
+            self.supply.forward_order.end(order, self.options.prefetch if self.supply.overlaps else 0)
         if fault is not None:
             raise fault
 
     def recover(self) -> None:
-        """Leave a forward that was interrupted (see `CallingFrame`), and on one rank a backward that died."""
-        if self._active and self._caller.gone:
+        """Leave a forward that was interrupted (see `ForwardPass`), and on one rank a backward that died."""
+        if self.forward.active and not self.forward.inside:
             for unit in self.units:
                 unit.abandon()
             self.saved.abandon()
-            self.supply.forward_order.drop()
-            self._caller.forget()
-            self._active = 0
-        if self._task is not None and self.transport.size == 1:
+            self.forward.drop()
+        if self.backward.task is not None and self.transport.size == 1:
             self._abandon()
 
     @property
     def computing(self) -> bool:
         """Whether a forward is under way."""
-        return self._active > 0 and self._task is None and not self._caller.gone
-
-    @property
-    def inside(self) -> bool:
-        """Whether some call from outside has come in and not gone out."""
-        return self._active > 0 and not self._caller.gone
-
-    @property
-    def in_backward(self) -> bool:
-        return self._task is not None
-
-    @property
-    def keeps_full(self) -> bool:
-        return self._keep_full
+        return self.backward.task is None and self.forward.inside
 
     def _wake(self) -> None:
         """The first unit of a forward: hand on this rank's newest rows, and start to fetch the peers'."""
         if self.closed:
             raise StateError("this run is closed; call zs.shard() again to train on.")
-        if self._task is not None:
+        if self.backward.task is not None:
             self._abandon()
         self.changes.look()
-        if self._task is None and (self.host_updates is None or not self._ahead):
+        if self.backward.task is None and (self.host_updates is None or not self._ahead):
             if self.host_updates is not None:
                 self._refuse_pending(self.host_updates)
             self.notice()
-        if self._task is None and not self._keep_full:
+        if self.backward.task is None and not self.supply.keeps_full:
             for unit in self.supply.forward_order.last[:-1]:
                 if unit is not self.units[0]:
                     unit.release()  # of a forward that no backward has followed yet: their room is wanted
@@ -406,7 +444,7 @@ class Runtime:
                 "run from a checkpoint."
             )
         self.gradients.abandon(self.unsynced)
-        self._end(land=False)
+        self.end_backward(died=True)
 
     @property
     def gather_groups(self) -> list[GatherGroup]:
@@ -422,46 +460,36 @@ class Runtime:
         """Prepares for a backward. Every hook that sees one calls this; only the first call of each acts."""
         if self.closed:
             raise after_close()
-        task = _current_graph_task_id()
-        if self._task is not None:
-            self._nested = self._nested or task != self._task
-            if self._nested and self.host_updates is not None:
+        if not self.backward.begin(_current_graph_task_id()):
+            if self.backward.nested and self.host_updates is not None:
                 self.host_updates.nested = True
             return
-        self._task, self._nested, self._stray = task, False, False
         Variable._execution_engine.queue_callback(self.end_backward)
         self.changes.look()
         if self.host_updates is not None:
             self.host_updates.begin_backward()
         for unit in (unit for unit in self.units if unit.depth == 0):
-            unit.stand_unsharded_params()
+            unit.in_modules.put_unsharded()
 
-    def arrived(self, unit: RunningUnit, param: ShardedParam) -> None:
-        """Autograd has accumulated an unsharded parameter's gradient."""
-        if _current_graph_task_id() != self._task:
-            self.begin_backward()
-        unit.expected -= 1
-        if self.sync:
-            self.sync_strategy.gradients.arrived(param)
-        else:
-            param.widen_sum()
-            self.unsynced = True
+    def accumulated(self, param: ShardedParam) -> None:
+        """A gradient has come that waits for a later backward to be reduced."""
+        param.widen_sum()
+        self.unsynced = True
 
     def strayed(self, param: ShardedParam, grad: Tensor) -> Tensor:
         """Autograd is about to add to a sharded parameter; what it shall add instead."""
         self.begin_backward()
-        self._stray = True
+        self.backward.stray()
         self.unsynced = self.unsynced or not self.sync
         return self.gradients.redirect(param, grad)
 
     def ensure(self, gather_group: GatherGroup) -> None:
         """Autograd unpacks something that lives in this gather group's buffer."""
-        if _current_graph_task_id() != self._task:
+        if _current_graph_task_id() != self.backward.task:
             self.begin_backward()
-        unit = self._unit_of[id(gather_group)]
-        if not self._recent or self._recent[-1] is not unit:
-            self._make_room(unit)
-            self._recent.append(unit)
+        unit, recent = self.backward.unit_of[id(gather_group)], self.backward.recent
+        if not recent or recent[-1] is not unit:
+            self.backward.make_room(unit, self.supply.keeps_full, recomputed=False)
             self.supply.bring(unit, self.host_updates, backward=True)
         elif gather_group.residence is not ParamState.FULL or gather_group.epoch < self.supply.epoch:
             gather_group.gather(self.supply.epoch)
@@ -477,22 +505,21 @@ class Runtime:
             raise outside_forward(name)
         return gather_group.epoch
 
-    def _make_room(self, coming: RunningUnit, done: bool = False) -> None:
-        """Release what backward is done with: units whose gradients are all in, or which have none, and
-        unless only the `done` shall go all but the last two."""
-        root, keep = self.units[0], []
-        for index, unit in enumerate(self._recent):
-            old = unit.expected <= 0 or (index < len(self._recent) - 1 and not done)
-            if unit is coming or unit is root or unit.depth or not old or self._keep_full:
-                keep.append(unit)
-            else:
-                unit.release()
-        self._recent = [unit for unit in dict.fromkeys(keep) if done or unit is not coming]
-
-    def end_backward(self) -> None:
-        arrived = self._stray or any(unit.expected != unit.trainable for unit in self.units)
-        self._reached = self._reached or arrived
-        self._end(land=self.sync and (arrived or self._awaited()))
+    def end_backward(self, died: bool = False) -> None:
+        """Autograd is done, or it `died` half way."""
+        arrived = self.backward.strayed or any(unit.expected != unit.trainable for unit in self.units)
+        land = not died and self.sync and (arrived or self._awaited())
+        with span("land"):
+            if land:
+                self.sync_strategy.ended()
+                if self.backward.nested or self.backward.strayed:
+                    self._land_late_ones()
+                self.unsynced = self.clipping.settled = False
+        if self.host_updates is not None:
+            self.host_updates.end_backward()
+        for unit in self.units:
+            unit.end_backward(self.supply.keeps_full)
+        self.backward.end(arrived and not died, land)
 
     def _awaited(self) -> bool:
         """Whether peers may wait for gradients of a backward that had none here: an expert or an adapter that
@@ -503,27 +530,13 @@ class Runtime:
             and wants_all()
         )
 
-    def _end(self, land: bool) -> None:
-        with span("land"):
-            if land:
-                self.sync_strategy.ended()
-                if self._nested or self._stray:
-                    self._land_late_ones()
-                self.unsynced = False
-                self.clipping.settled = False
-                self.steps.landed()
-        if self.host_updates is not None:
-            self.host_updates.end_backward()
-        for unit in self.units:
-            unit.end_backward(self._keep_full)
-        self._recent.clear()
-        self._task = None
-
     def _land_late_ones(self) -> None:
         """Gradients that came after their bucket had left, from a nested backward or from outside of the
         model, take another round. Ranks that have none make none: not all come to every checkpoint. Where
         they are not the same on all ranks, the barrier tells, before anything is added up."""
-        if any(p.unsharded_param.grad is not None for b in self.gradients.buckets for p in b.params):
+        if any(
+            p.unsharded_param.grad is not None for bucket in self.gradients.buckets for p in bucket.params
+        ):
             self.transport.barrier("gradients that came late")
             self.gradients.finish()
 
@@ -542,27 +555,23 @@ class Runtime:
                 "gradients accumulated under run.no_sync() were never synchronised: run the last "
                 "micro-batch's backward outside of the block before optimizer.step()."
             )
-        if not self._reached:
-            self._reached = True
+        if not self.backward.reached:
+            self.backward.reach()
             tell_of_no_gradient(self.params, self.transport.rank)
         self.notice()
         with span("step"), self.changes.in_step(update, self.host_updates):
             if not self.sync_strategy.apart:
                 self.transport.fence()  # peers have read the rows that are about to change
-            if self.reader is not None:
-                self.reader.copied_of(None)  # what has no owner
+            if self.written.reader is not None:
+                self.written.reader.copied_of(None)  # what has no owner
             clips = self.clipping.limit is not None or loss_scale != 1.0
             factor = self.clipping.settle(self.params, self.host_updates, loss_scale) if clips else 1.0
             if factor != 1.0 or update.shrinks != 1.0:
                 update.shrink(factor)
-            self._stepping = True
-            try:
-                with self.host.stepped(update) if self.host is not None else nullcontext():
-                    self.sync_strategy.step(update, step)
-            finally:
-                self._stepping = False
-        self.supply.stale = True
-        self.steps.count(update)
+            with self.host.stepped(update) if self.host is not None else nullcontext():
+                self.sync_strategy.step(update, step)
+        self.supply.stepped()
+        self.steps.count(update, self.backward.landed)
         if self.hands_on_in_step:
             self.publish()
 
@@ -572,7 +581,8 @@ class Runtime:
         return self.sync_strategy.begun and self.clipping.settled
 
     def changed(self, params: Sequence[ShardedParam] = ()) -> None:
-        """Homes were written by someone else than the optimizer; those of `params` past themselves."""
+        """Sharded parameters were written by someone else than the optimizer; those of `params` past
+        themselves."""
         self.changes.of(params)
         self.written.note()
         self.supply.changed()
@@ -589,7 +599,7 @@ class Runtime:
         if updates is not None and torch.is_grad_enabled():
             updates.graphed = True
         idle = updates is not None and not updates.busy and self.transport.size == 1
-        if self._task is None and not self.computing and not idle:
+        if self.backward.task is None and not self.computing and not idle:
             self._settle_updates()
 
     def _quieten(self) -> None:
@@ -599,13 +609,13 @@ class Runtime:
 
     def before_change(self) -> None:
         """State is about to change: whoever is reading it comes first."""
-        if self.reader is not None:
-            self.reader.copied()
+        if self.written.reader is not None:
+            self.written.reader.copied()
 
     def before_written(self) -> None:
         """The loop is about to write a sharded parameter by hand; an optimizer's step has waited for its
         own."""
-        if not self._stepping:
+        if not self.changes.stepping:
             self.before_change()
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
@@ -613,17 +623,17 @@ class Runtime:
         self.recover()
         if self.host_updates is not None and not self._ahead:
             assert self.host is not None
-            parts, pending = self.host.parts_of(optimizer), self.host_updates.pending
-            if pending and any(part.update.begun for part in parts):
+            groups, pending = self.host.parts_of(optimizer), self.host_updates.pending
+            if pending and any(group.update.begun for group in groups):
                 self.transport.fence()  # peers have read the rows, which change once more
-                self.supply.stale = True  # and read them again when all ranks' are back, to the same bits
-            self.host_updates.discard(parts)
+                self.supply.stepped()  # and read them again when all ranks' are back, to the same bits
+            self.host_updates.discard(groups)
             if pending:
                 self.clipping.settled = not self.host_updates.pending
         if self.sync_strategy.forget(optimizer):
             self.before_change()
             self.sync_strategy.turn()
-            self.supply.stale = True
+            self.supply.stepped()
         if self.unsynced:
             others = [u for u in self.updates if u.optimizer is not optimizer and optimizer is not None]
             self.unsynced = drop_accumulated(self.params, others)
@@ -642,24 +652,24 @@ class Runtime:
         """Gather every unit once and release none until the end: see `Run.kept_full`."""
         before = self.pool.known
         self._wake()
-        self._keep_full = True
+        self.supply.keep_full(True)
         try:
             for unit in self.units:
-                self.supply.bring(unit, self.host_updates, backward=self._task is not None)
+                self.supply.bring(unit, self.host_updates, backward=self.backward.task is not None)
             yield
         finally:
-            self._keep_full = False
+            self.supply.keep_full(False)
             for unit in (unit for unit in self.units if unit.depth == 0):
                 unit.release()
             if gone := self.pool.drop(before):
                 for gather_group in self.gather_groups:
                     gather_group.forget(gone)
 
-    def adopt_parts(self, parts: list[OffloadGroup]) -> None:
+    def adopt_offload_groups(self, groups: list[OffloadGroup]) -> None:
         unit_of = {id(p): unit for unit in self.units for p in unit.params}
-        for part in parts:
-            unit_of[id(part.params[0])].parts.append(part)
-        self.written.adopt_parts(parts)
+        for group in groups:
+            unit_of[id(group.params[0])].offload_groups.append(group)
+        self.written.adopt_offload_groups(groups)
         self.host_updates = self.host.updates if self.host is not None else None
         if self.host is not None:
             self.host.guard_params(partial(_before_use, ref(self)))
@@ -690,7 +700,7 @@ class Runtime:
     def close(self) -> None:
         """End the threads, after what they have begun."""
         self.closed = True
-        self._recent.clear()
+        self.backward.recent.clear()
         if self.host_updates is not None:
             try:
                 self.host_updates.wind_up()
@@ -703,37 +713,36 @@ class Runtime:
 
     def let_go(self) -> None:
         """Keep nothing of what a run that has ended was made of."""
-        self.pool = BufferPool(self.pool.device, self.ledger)
+        self.let_go_of_memory()
         self.saved = SavedTensors(self.pool, self.ensure)
         self.supply = ParamSupply(self.transport)
         self.adopt_units([])
         self.sync_strategy = SyncStrategy(Reducer([], self.transport))
-        self.updates, self.buffers = [], []
-        self.host = self.host_updates = None
+        self.updates, self.host_updates = [], None
 
     def adopt_strategy(self, sync_strategy: SyncStrategy) -> None:
         """Reduce gradients, and step, as this strategy says."""
         self.sync_strategy = sync_strategy
-        coded = [group.coded for group in self.gather_groups if group.coded is not None]
+        coded = [group.memory.coded for group in self.gather_groups if group.memory.coded is not None]
         sync_strategy.keep_beliefs([private for rows in coded for private in rows.private()])
 
     def adopt_units(self, units: list[RunningUnit]) -> None:
         self.units, self.params = units, [param for unit in units for param in unit.params]
         for gather_group in self.gather_groups:
-            for index, param in enumerate(() if gather_group.resident else gather_group.params):
+            for index, param in enumerate(() if gather_group.rests.resident else gather_group.params):
                 lends = partial(_lend, ref(self), ref(gather_group), param.name)
                 lend(
                     param.unsharded_param,
                     Lender(param.name, lends, partial(_whole, ref(gather_group), index)),
                 )
         for unit in units:
-            unit.end()
-        self._unit_of = {id(gather_group): unit for unit in units for gather_group in unit.gather_groups}
+            unit.in_modules.end()
+        self.backward = BackwardPass(units)
         self.supply.adopt(self.gather_groups)
         copied = [
             param
             for gather_group in self.gather_groups
-            if gather_group.refreshes
+            if gather_group.own.refreshes
             for param in gather_group.params
         ]
         self.written = ParamWrites(self.sharded_tensors, self.params, copied)
@@ -741,15 +750,21 @@ class Runtime:
         attach(self.sharded_tensors.writes, self)
 
 
-def arrived(
-    runtime: ref[Runtime], unit: ref[RunningUnit], param: ref[ShardedParam], unsharded_param: Tensor
-) -> None:
+def arrived(runtime: ref[Runtime], unit: ref[RunningUnit], unsharded_param: Tensor) -> None:
     """Autograd has accumulated the gradient of an unsharded parameter."""
-    live, where, which = runtime(), unit(), param()
-    if live is not None and live.closed:
-        live.begin_backward()  # which says that it comes too late
-    if live is not None and where is not None and which is not None:
-        live.arrived(where, which)
+    live, of_unit = runtime(), unit()
+    if live is None:
+        return
+    if live.closed or _current_graph_task_id() != live.backward.task:
+        live.begin_backward()  # of a run that is closed, it says that this comes too late
+    if of_unit is None:
+        return
+    of_unit.expected -= 1
+    param = of_unit.param_of[id(unsharded_param)]
+    if live.sync:
+        live.sync_strategy.gradients.arrived(param)
+    else:
+        live.accumulated(param)
 
 
 def strayed(runtime: ref[Runtime], param: ref[ShardedParam], grad: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class CheckpointKeeper:
         pending = saver.save(path, snapshot, keep=keep, background=background, overwrite=overwrite)
         if isinstance(pending, PendingSave):
             # The copy is made beside training, and whoever changes something waits for that.
-            runtime.reader = pending
+            runtime.written.read_by(pending)
             for owner in {id(h.owner): h.owner for h in snapshot.held}.values():
                 if owner is UNFORESEEN:
                     pending.copied_of(owner)
@@ -161,7 +161,7 @@ class CheckpointKeeper:
     def finish(self) -> None:
         """Wait for a background save. How it failed was logged, and the next save tells it."""
         if self._made is not None and self._made.pending is not None:
-            self.runtime.reader = None
+            self.runtime.written.read_by(None)
             try:
                 self._made.pending.wait()
             except ZeroShardError:

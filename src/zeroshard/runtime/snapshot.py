@@ -311,9 +311,8 @@ def snapshot_of(
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
     own["sync"] = runtime.sync_strategy.own()
-    if (
-        runtime.sync_strategy.apart
-    ):  # a gradient that overflows on one rank changes the loss scale of that rank
+    if runtime.sync_strategy.apart:
+        # A gradient that overflows on one rank changes the loss scale of that rank alone.
         own["scalers"] = [scaler.state_dict() for scaler in extra_state.scalers]
     own["codes"] = [codes_of(part, rank, begun) for part in host_parts(runtime) if part.coded]
     held = [once_done(item, begun) for item in held] if begun else held

@@ -1,5 +1,5 @@
-"""A unit at run time: its gather groups, and which parameters stand in its modules; see [Note: what stands in
-the modules] in `runtime`.
+"""Units at run time, and the forward and the backward that go through them: which parameters stand in their
+modules ([Note: what stands in the modules] in `runtime`), and what a forward must not do to them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, is_, ne
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
 
 from zeroshard.errors import StateError
 from zeroshard.offload.group import OffloadGroup
@@ -27,7 +28,7 @@ from zeroshard.params.units import Unit
 from .param_writes import inside_forward
 
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
-_place = Tensor.data_ptr
+_data_ptr = Tensor.data_ptr
 
 
 def after_close() -> StateError:
@@ -45,90 +46,52 @@ def outside_forward(name: str) -> StateError:
     )
 
 
-class RunningUnit:
-    """A unit with its gather groups, and where it is in the current forward or backward."""
+def refuse_transform(kind: TransformType) -> None:
+    """Inside of `torch.func.grad` and its like every tensor that is made is one of theirs, without memory."""
+    if kind != TransformType.Vmap:
+        raise StateError(
+            "a forward inside torch.func (grad, vjp, jvp, jacrev, hessian) of a sharded model: parameters "
+            "cannot be gathered there. Use torch.autograd.grad() or torch.autograd.functional, or transform "
+            "a copy of the model made inside `with run.gathered():`."
+        )
 
-    def __init__(self, unit: Unit, gather_groups: Sequence[GatherGroup]) -> None:
-        self.name, self.label, self.module = unit.name, unit.label, unit.module
-        self.gather_groups = list(gather_groups)
-        self.params = [p for b in self.gather_groups for p in b.params]
-        self.depth = 0  # entries that have not been left
-        self.trainable = sum(p.trainable for p in self.params)
-        self._frozen = {id(p) for p in self.params if not p.trainable}
-        self.expected = self.trainable  # gradients that have yet to arrive in this backward
-        self.sharded = any(not b.resident for b in self.gather_groups)
-        self._optimizer_places = _optimizer_places(self.params)
-        stand = [
-            (optimizer_places, at, sharded_param)
-            for optimizer_places, _, sharded_params in self._optimizer_places
-            for at, sharded_param in sharded_params.items()
+
+class ParamsInModules:
+    """What stands in a unit's modules: the sharded or the unsharded parameters."""
+
+    def __init__(self, label: str, gather_groups: Sequence[GatherGroup]) -> None:
+        self._label = label
+        params = self._params = [p for group in gather_groups for p in group.params]
+        # Unsharded parameters whose memory is there only while the unit computes.
+        self._lent = [p.unsharded_param for g in gather_groups if not g.rests.resident for p in g.params]
+        self.writes = ForwardWrites(label, gather_groups)
+        self._modules = _params_by_module(params)
+        standing = [
+            (in_module, attribute, sharded_param)
+            for in_module, _, sharded_params in self._modules
+            for attribute, sharded_param in sharded_params.items()
         ]
-        self._stand = (
-            [optimizer_places for optimizer_places, _, _ in stand],
-            [at for _, at, _ in stand],
-            [h for _, _, h in stand],
-        )
-        self._unsharded_params, self._sharded_params = (
-            [p.unsharded_param for p in self.params],
-            [p.sharded_param for p in self.params],
-        )
-        self._learning = list(map(_requires_grad, self._unsharded_params))
-        self._away = [p.unsharded_param for b in self.gather_groups if not b.resident for p in b.params]
-        told = [
-            sharded_param.writes
-            for sharded_param in self._sharded_params
-            if isinstance(sharded_param, ShardedDTensor)
-        ]
-        self._writes = (
-            told[0] if len(told) == len(self._sharded_params) > 0 else None
-        )  # tells of new settings
-        self._settings = 0
-        # Where plain sharded parameters and unsharded parameters are; and how often leaves were written of
-        # which there are copies: from
-        # those nothing goes sharded parameter, or peers may have read them before or after.
+        # Where each sharded parameter stands, in three lists: so that a check is one pass of C.
+        self._in_module = [in_module for in_module, _, _ in standing]
+        self._attributes = [attribute for _, attribute, _ in standing]
+        self._standing = [sharded_param for _, _, sharded_param in standing]
         self._plain = [
-            sharded_param
-            for sharded_param in self._sharded_params
-            if ShardedTensors.local(sharded_param) is sharded_param
+            p.sharded_param for p in params if ShardedTensors.local(p.sharded_param) is p.sharded_param
         ]
-        self._sharded_param_places = list(map(_place, self._plain))
-        self._unsharded_param_places = list(map(_place, self._unsharded_params))
-        copied = [
-            b for b in self.gather_groups if not b.resident or b.refreshes or b.transport_buffer is not None
-        ]
-        self._lost = [p.unsharded_param for b in copied for p in b.params]
-        self._versions: list[int] = []  # when the forward began
-        self.parts: list[OffloadGroup] = []  # updates on the host that its weights wait for
-        self._entries: dict[nn.Module, int] = {}  # since the last backward
-        self._again: set[nn.Module] = set()  # some of its entries will be made again in the next
+        self._memory = list(map(_data_ptr, self._plain))
 
-    def follow_sharded_params(self) -> None:
-        """Takes over what the user has set as `requires_grad` on sharded parameters. Unfreezing a parameter
-        without a bucket raises."""
-        optimizer_places, names, sharded_params = self._stand
-        if not all(map(is_, map(dict.get, optimizer_places, names), sharded_params)):
+    def check(self) -> None:
+        """A forward is about to replace them: they are those that `zs.shard()` put there, in their memory."""
+        if not all(map(is_, map(dict.get, self._in_module, self._attributes), self._standing)):
             raise self._replaced()
-        if self._plain and list(map(_place, self._plain)) != self._sharded_param_places:
-            raise inside_forward(f"a parameter of {self.label}")  # before it, `ParamWrites` has seen to that
-        settings = self._writes.settings if self._writes is not None else -1
-        if settings == self._settings:
-            return
-        learning = list(map(_requires_grad, self._sharded_params))
-        for param in self.params if learning != self._learning else ():
-            if param.unsharded_param.requires_grad is not param.sharded_param.requires_grad:
-                if id(param) in self._frozen:
-                    raise StateError(
-                        f"`{param.name}` was frozen when zs.shard() was called, so its gradient has no "
-                        "place. Freeze it after shard() instead of before: then it can be thawed."
-                    )
-                param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
-        self._learning, self._settings = learning, max(settings, 0)
+        if self._plain and list(map(_data_ptr, self._plain)) != self._memory:
+            # Of what was written before the forward, `ParamWrites` has taken notice.
+            raise inside_forward(f"a parameter of {self._label}")
 
     def _replaced(self) -> StateError:
-        """A forward is about to put unsharded parameters where something else than sharded ones stands."""
-        found = zip(*self._stand, strict=True)
-        gone = next(mine for places, at, mine in found if places.get(at) is not mine)
-        name = next(p.name for p in self.params if p.sharded_param is gone)
+        standing = zip(self._in_module, self._attributes, self._standing, strict=True)
+        gone = next(own for in_module, attribute, own in standing if in_module.get(attribute) is not own)
+        name = next(p.name for p in self._params if p.sharded_param is gone)
         return StateError(
             f"`{name}` in the model is not what zs.shard() put there, and no forward would use it. "
             "It was replaced (by assignment, or load_state_dict(assign=True)), or this forward is "
@@ -137,95 +100,180 @@ class RunningUnit:
             "is gathered for several forwards; call functions on a copy made inside gathered()."
         )
 
-    def stand_unsharded_params(self) -> None:
-        for optimizer_places, unsharded_params, _ in self._optimizer_places:
-            optimizer_places.update(unsharded_params)
-
     def begin(self, forward: bool) -> None:
-        """It is whole, and its modules are about to compute with its unsharded parameters; in a `forward`,
-        or recomputed in backward, when they stand there already."""
-        for unsharded_param in self._away:
+        """The unit is gathered and about to compute: in a `forward`, or recomputed in a backward, when the
+        unsharded parameters stand there already."""
+        for unsharded_param in self._lent:
             unsharded_param.__class__ = nn.Parameter
         if forward:
-            self.stand_unsharded_params()
-            self._versions = list(map(_version, self._lost))  # a step counts as a write, too; see `changes`
-            if self.sharded:
-                self._unsharded_param_places = list(map(_place, self._unsharded_params))
+            self.put_unsharded()
+            self.writes.begin()
+
+    def put_unsharded(self) -> None:
+        for in_module, unsharded_params, _ in self._modules:
+            in_module.update(unsharded_params)
+
+    def put_sharded(self) -> None:
+        for in_module, _, sharded_params in self._modules:
+            in_module.update(sharded_params)
 
     def end(self) -> None:
-        """They have computed, in a forward or recomputed."""
-        for unsharded_param in self._away:
+        """The unit has computed: whoever uses a lent parameter from now on is to say so; see `Away`."""
+        for unsharded_param in self._lent:
             unsharded_param.__class__ = Away
 
+
+class ForwardWrites:
+    """Notices what a forward writes into unsharded parameters that are copies: it would be lost when the unit
+    is released, or peers may have read the parameter before or after."""
+
+    def __init__(self, label: str, gather_groups: Sequence[GatherGroup]) -> None:
+        self._label, self._gather_groups = label, gather_groups
+        self._params = [p for group in gather_groups for p in group.params]
+        self._unsharded_params = [p.unsharded_param for p in self._params]
+        self._memory = list(map(_data_ptr, self._unsharded_params))
+        self._moves = any(not group.rests.resident for group in gather_groups)  # to the buffer that is lent
+        copied = [
+            group
+            for group in gather_groups
+            if not group.rests.resident or group.own.refreshes or group.memory.transport_buffer is not None
+        ]
+        self._copies = [p for group in copied for p in group.params]
+        self._counted = [p.unsharded_param for p in self._copies]
+        self._versions: list[int] = []
+
+    def begin(self) -> None:
+        """The unit is about to compute in a forward. An optimizer's step counts as a write, too; see
+        `VersionCounters`."""
+        self._versions = list(map(_version, self._counted))
+        if self._moves:
+            self._memory = list(map(_data_ptr, self._unsharded_params))
+
+    def fault(self) -> StateError | None:
+        """The unit has computed: what it has written that it must not."""
+        if list(map(_data_ptr, self._unsharded_params)) != self._memory:
+            for gather_group in self._gather_groups:
+                gather_group.rejoin()
+            return inside_forward(f"a parameter of {self._label}")
+        versions = list(map(_version, self._counted))
+        if versions == self._versions:
+            return None
+        written = list(map(ne, versions, self._versions)).index(True)
+        return inside_forward(f"`{self._copies[written].name}`")
+
+
+class LearningParams:
+    """Follows `requires_grad`, which is the user's to change on sharded parameters that have a bucket."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = params
+        self._sharded_params = [p.sharded_param for p in params]
+        self._learning = [p.unsharded_param.requires_grad for p in params]
+        self._frozen = {id(p) for p in params if not p.trainable}  # when `zs.shard()` was called
+        writes = [p.writes for p in self._sharded_params if isinstance(p, ShardedDTensor)]
+        # Sharded DTensors count changes of settings; of others each is looked at.
+        self._writes = writes[0] if len(writes) == len(params) > 0 else None
+        self._settings = 0  # changes that are known
+
+    def follow(self) -> None:
+        """Give the unsharded parameters the `requires_grad` of the sharded ones."""
+        settings = self._writes.settings if self._writes is not None else -1
+        if settings == self._settings:
+            return
+        learning = list(map(_requires_grad, self._sharded_params))
+        changed = learning != self._learning
+        for param, learns in zip(self._params, learning, strict=True) if changed else ():
+            if param.unsharded_param.requires_grad is not learns:
+                if id(param) in self._frozen:
+                    raise StateError(
+                        f"`{param.name}` was frozen when zs.shard() was called, so its gradient has no "
+                        "place. Freeze it after shard() instead of before: then it can be thawed."
+                    )
+                param.unsharded_param.requires_grad_(learns)
+        self._learning, self._settings = learning, max(settings, 0)
+
+
+class UnitEntries:
+    """Counts how often a unit's modules were entered since the last backward; see [Note: used again] in
+    `runtime`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._counts: dict[nn.Module, int] = {}
+        self._recomputed: set[nn.Module] = set()  # entered in a forward that backward will make again
+
+    def enter(self, module: nn.Module | None, learns: bool) -> nn.Module | None:
+        """A forward enters the unit at this module, or at its own. The module, if backward will give its
+        parameters more than one gradient, one after another. `learns`: the forward as a whole does."""
+        module = self._module if module is None else module
+        self._counts[module] = count = self._counts.get(module, 0) + 1
+        if learns and not torch.is_grad_enabled() and inside_function():
+            self._recomputed.add(module)
+        return module if count > 1 and module in self._recomputed else None
+
+    def clear(self) -> None:
+        self._counts.clear()
+        self._recomputed.clear()
+
+
+class RunningUnit:
+    """A unit with its gather groups, and where it is in the current forward or backward."""
+
+    def __init__(self, unit: Unit, gather_groups: Sequence[GatherGroup]) -> None:
+        self.name, self.label, self.module = unit.name, unit.label, unit.module
+        self.gather_groups = list(gather_groups)
+        self.params = [p for group in self.gather_groups for p in group.params]
+        self.param_of = {id(p.unsharded_param): p for p in self.params}
+        self.depth = 0  # entries that have not been left
+        self.trainable = sum(p.trainable for p in self.params)
+        self.expected = self.trainable  # gradients that have yet to arrive in this backward
+        self.sharded = any(not group.rests.resident for group in self.gather_groups)
+        self.in_modules = ParamsInModules(self.label, self.gather_groups)
+        self.learning = LearningParams(self.params)
+        self.entries = UnitEntries(self.module)
+        self.offload_groups: list[OffloadGroup] = []  # updates on the host that its weights wait for
+
+    def used_again(self, module: nn.Module) -> list[ShardedParam]:
+        """A forward has entered it at this module more than once, to be recomputed in backward. The
+        parameters that will have more than one gradient."""
+        if module is self.module:
+            for group in self.offload_groups:
+                if group.held is None:
+                    group.update.await_end()
+        inner = set(module.modules())
+        return [p for p in self.params if p.trainable and any(place.module in inner for place in p.places)]
+
     def end_forward(self, output: Any, kept: bool) -> StateError | None:
-        """They have computed in a forward, perhaps for the last time in it. What was done that must not be;
-        `kept`: it stays whole."""
+        """Its modules have computed in a forward, perhaps for the last time in it. Returns what was done that
+        must not be. `kept`: it stays whole."""
         kept = kept or not self.sharded
-        fault = self._fault(output, kept)
-        self.stand_sharded_params()
-        self.end()
+        fault = self.in_modules.writes.fault() or (None if kept else self._returned(output))
+        self.in_modules.put_sharded()
+        self.in_modules.end()
         if not kept:
             self.release()
         return fault
 
-    def used_again(self, module: nn.Module | None, learns: bool) -> list[ShardedParam]:
-        """A forward enters it, at this module. Of which parameters backward will have more than one gradient,
-        one after another; see [Note: used again] in `runtime`. `learns`: the forward as a whole does."""
-        module = self.module if module is None else module
-        self._entries[module] = count = self._entries.get(module, 0) + 1
-        if learns and not torch.is_grad_enabled() and inside_function():
-            self._again.add(module)
-        if count < 2 or module not in self._again:
-            return []
-        if module is self.module:
-            for part in self.parts:
-                if part.held is None:
-                    part.update.await_end()
-        inner = set(module.modules())
-        return [p for p in self.params if p.trainable and any(place.module in inner for place in p.places)]
-
     def end_backward(self, kept: bool) -> None:
         """All gradients are to come again, and it was not entered since. `kept`: it stays whole."""
         self.expected = self.trainable
-        self._entries.clear()
-        self._again.clear()
+        self.entries.clear()
         if self.depth == 0:  # else this backward was one inside a forward, which goes on
-            self.stand_sharded_params()
+            self.in_modules.put_sharded()
             if not kept:
                 self.release()
 
-    def _fault(self, output: Any, kept: bool) -> StateError | None:
-        """A forward has ended: what it may have done to leaves, or with them."""
-        if list(map(_place, self._unsharded_params)) != self._unsharded_param_places:
-            for gather_group in self.gather_groups:
-                gather_group.rejoin()
-            return inside_forward(f"a parameter of {self.label}")
-        if self._lost:
-            versions, before = list(map(_version, self._lost)), self._versions
-            if versions != before:
-                written = [now != old for now, old in zip(versions, before, strict=True)].index(True)
-                return inside_forward(f"`{self._name_of(self._lost[written])}`")
-        return None if kept else self._returned(output)
-
     def _returned(self, output: Any) -> StateError | None:
-        """It is about to be let go: what a forward returns of its memory would turn to NaN."""
-        lent = [b.full for b in self.gather_groups if not b.resident and b.full is not None]
-        memory = set(map(_memory, lent))
-        for tensor in tensors_in(output) if memory else ():
-            if _memory(tensor) in memory:
+        """It is about to be released: what a forward returns of its memory would turn to NaN."""
+        pool = self.gather_groups[0].pool
+        for tensor in tensors_in(output):
+            if pool.lender_of(tensor) in self.gather_groups:
                 return StateError(
                     f"the forward of {self.label} returned a parameter, or a view of one, of shape "
                     f"{tuple(tensor.shape)}: stage 3 lets it go when that forward ends. Return a copy "
                     "(.clone()), or name a unit that holds whoever uses it, too (units=)."
                 )
         return None
-
-    def _name_of(self, unsharded_param: Tensor) -> str:
-        return next(p.name for p in self.params if p.unsharded_param is unsharded_param)
-
-    def stand_sharded_params(self) -> None:
-        for optimizer_places, _, sharded_params in self._optimizer_places:
-            optimizer_places.update(sharded_params)
 
     def release(self) -> None:
         for gather_group in self.gather_groups:
@@ -234,8 +282,8 @@ class RunningUnit:
     def abandon(self) -> None:
         """As before its first entry."""
         self.depth = 0
-        self.stand_sharded_params()
-        self.end()
+        self.in_modules.put_sharded()
+        self.in_modules.end()
         self.release()
 
 
@@ -283,23 +331,16 @@ def _asked_by() -> FrameType | None:
     return None
 
 
-def _optimizer_places(
-    params: Sequence[ShardedParam],
-) -> list[PlacedParams]:
-    """Per module where parameters stand: its own parameters, and the unsharded parameters and sharded
-    parameters to put there."""
-    found: dict[int, PlacedParams] = {}
+def _params_by_module(params: Sequence[ShardedParam]) -> list[PlacedParams]:
+    """Per module where parameters stand: its own dict of parameters, and the unsharded and the sharded ones
+    to put there."""
+    by_module: dict[int, PlacedParams] = {}
     for param in params:
         for place in param.places:
-            optimizer_places = place.module._parameters
-            _, unsharded_params, sharded_params = found.setdefault(
-                id(optimizer_places), (optimizer_places, {}, {})
-            )
-            unsharded_params[place.attribute], sharded_params[place.attribute] = (
-                param.unsharded_param,
-                param.sharded_param,
-            )
-    return list(found.values())
+            in_module = place.module._parameters
+            _, unsharded, sharded = by_module.setdefault(id(in_module), (in_module, {}, {}))
+            unsharded[place.attribute], sharded[place.attribute] = param.unsharded_param, param.sharded_param
+    return list(by_module.values())
 
 
 def drop_accumulated(params: Sequence[ShardedParam], others: Sequence[ShardedOptimizer]) -> bool:
@@ -335,10 +376,3 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
             inner = ()
         for item in inner:
             yield from tensors_in(item, depth - 1)
-
-
-def _memory(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # a wrapper without memory of its own
-        return -1
