@@ -29,6 +29,20 @@ OURS = pytest.StashKey[dict[str, bool]]()
 _SET_CHILD_SUBREAPER = 36
 _PATIENCE = 60.0
 SHARE = 3
+# Files that take the longest (the end of `./do test` shows which). Sessions begin with these, so that none is
+# left with one when the others are done.
+LONG = (
+    *(
+        "test_exact_loops",
+        "test_rows_read",
+        "test_restart",
+        "test_plan_limits",
+        "test_bytes",
+        "test_full_state",
+    ),
+    *("test_hf", "test_hf_features", "test_keras", "test_accelerate", "test_parallel", "test_benchmarks"),
+    *("test_launcher_signals", "test_failures", "test_plan_paths", "test_exact_stages", "test_meta_memory"),
+)
 TOOK = Counter[str]()  # seconds, by file
 SPENT = Counter[str]()  # of them, those of CPUs, with all processes that its tests start
 NOW: list[tuple[str, float]] = []  # the file that runs, and what had been spent before it
@@ -102,8 +116,14 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
         _BESIDE.add(pid)
     else:
         number = 0
-    if number != 1 and session.config.getoption("sessions") > 1:
-        session.items.sort(key=lambda item: layer_of(item) < LAYERS.index("ranks"))
+    if session.config.getoption("sessions") > 1:
+        ranks, first = LAYERS.index("ranks"), number == 1
+        session.items.sort(
+            key=lambda item: (
+                layer_of(item) if first else layer_of(item) < ranks,
+                item.path.stem not in LONG,
+            )
+        )
     result = yield
     while _BESIDE:
         pid = _BESIDE.pop()
