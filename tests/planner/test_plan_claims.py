@@ -41,7 +41,8 @@ CONFIG = {
 
 def lines() -> list[list[str]]:
     """The commands of the document, without the prompt and without redirections."""
-    found = re.findall(r"^\$ zeroshard (plan .*)$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    text = DOCUMENT.read_text(encoding="utf-8").replace("\\\n", " ")  # commands of several lines
+    found = re.findall(r"^\$ zeroshard (plan .*)$", text, re.MULTILINE)
     return [shlex.split(line.split(">")[0]) for line in found]
 
 
