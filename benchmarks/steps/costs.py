@@ -75,6 +75,12 @@ ROWS = {
         ("CPU ms", "MB above the state"),
     ),
     "step": Row("a step, by tensors; one rank, stage 0", ("zs", "ddp", "plain"), MANY),
+    "offload": Row(
+        "a step, by tensors, by where state (host, disk) or parameters and state rest; one rank, stage 0",
+        ("device", "host", "parameters", "disk"),
+        MANY,
+        ("CPU ms", "calls of Python"),
+    ),
     "threads": Row(
         "a step of a rank, by ranks that are threads of one process; stage 2", ("zs",), (4, 16, 64)
     ),
@@ -240,6 +246,35 @@ def threaded() -> float:
     return ms
 
 
+def rested(system: str, tensors: int) -> list[float]:
+    """A step whose state rests on the host; of one thread, as the host's own has the other core."""
+    import torch
+    from counting import calls_of, many_small
+
+    import zeroshard as zs
+
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {
+            "device": None,
+            "host": zs.Offload(threads=1),
+            "parameters": zs.Offload(parameters="host", threads=1),
+            "disk": zs.Offload("disk", path=folder, threads=1),
+        }[system]
+        model = many_small(tensors)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        run = zs.shard(model, optimizer, stage=0, units=["*"], offload=offload, clip_norm=1.0)
+
+        def step() -> None:
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        milliseconds = 1e3 * min([timed(step) for _ in range(8)][3:])
+        calls = calls_of(step)
+        run.close()
+    return [milliseconds, calls]
+
+
 def coded(system: str, world: int) -> list[float]:
     import torch
     from counting import many_small, simulated
@@ -284,6 +319,8 @@ def measured(row: str, system: str, size: int) -> list[float]:
         return planned(size)
     if row == "int8":
         return coded(system, size)
+    if row == "offload":
+        return rested(system, size)
     if row in ("save", "load"):
         return kept_on_disk(row, system, size)
     from zeroshard.testing import Ranks, run_threads

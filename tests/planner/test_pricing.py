@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 from test_planner import problem
@@ -14,7 +15,7 @@ from zeroshard.planner import pricing
 from zeroshard.planner.candidates import price
 from zeroshard.planner.plan import Candidate
 from zeroshard.planner.planning_problem import PlanningProblem
-from zeroshard.planner.pricing import GATHERED, HOOKED, SENT, STEPPED
+from zeroshard.planner.pricing import GATHERED, HOOKED, SENT, STEPPED, STREAMED
 
 
 def test_python_holds_up_the_pass_that_it_is_slow_in() -> None:
@@ -67,6 +68,21 @@ def test_the_host_s_updates_slow_python_down_while_they_run() -> None:
     told = price(asked, options, tuple(segments)).seconds
     both = sum(launched(0.0, told["host update"]))
     assert told["interpreter"] == pytest.approx(both + STEPPED * 1e-6 * len(setup.parts))
+
+
+def test_each_weight_that_is_streamed_takes_python_s_time() -> None:
+    """So of many small ones the state rests on the host before they do."""
+    one = machine("H100", launch=1e-6, drag=0.0, gap=0.0)
+    asked = problem(1000, machine=one, world=1)
+
+    def launched(parameters: Literal["device", "host"]) -> tuple[float, float]:
+        offload = zs.Offload(parameters=parameters)
+        options = dataclasses.replace(asked.options, stage=0, offload=offload, clip_norm=1.0)
+        return pricing._launched(asked.setup(options), [], one, 0.0, 0.0)
+
+    weights = sum(len(unit.weights) for unit in asked.units)
+    more = [away - here for away, here in zip(launched("host"), launched("device"), strict=True)]
+    assert more == pytest.approx([each * weights * 1e-6 for each in STREAMED])
 
 
 def test_the_device_updates_its_own_while_the_host_updates() -> None:

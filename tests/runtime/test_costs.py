@@ -48,6 +48,44 @@ def test_clipping_is_linear_and_the_first_time_like_the_others() -> None:
     assert more_next <= 400 * 60
 
 
+def offloaded_step(offload: zs.Offload | None, tensors: int) -> int:
+    """Calls of a step, in the thread that trains."""
+    model = many_small(tensors)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    run = zs.shard(model, optimizer, stage=0, units=["*"], offload=offload, clip_norm=1.0)
+
+    def step() -> None:
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    calls = calls_of(step)
+    run.close()
+    return calls
+
+
+HOST: list[tuple[str, int]] = [("host", 15), ("disk", 12), ("parameters", 80)]
+
+
+@built
+@pytest.mark.parametrize(("rests", "most"), HOST)
+def test_a_host_update_calls_little_for_a_tensor_and_more_for_a_unit(
+    rests: str, most: int, tmp_path: Path
+) -> None:
+    """What a step calls above one on the device, a tensor, where ten share an offload group."""
+    offload = {
+        "host": zs.Offload(threads=1),
+        "disk": zs.Offload("disk", path=str(tmp_path), threads=1),
+        "parameters": zs.Offload(parameters="host", threads=1),
+    }[rests]
+    offloaded_step(offload, 20)  # what happens once in a process
+    few, many = (offloaded_step(offload, n) - offloaded_step(None, n) for n in (100, 400))
+    assert few <= most * 100
+    assert many <= 4.2 * few
+
+
 def planned(layers: int) -> int:
     """Calls of a plan of as many units that are alike."""
     with torch.device("meta"):

@@ -47,9 +47,6 @@ class Bound:
     size: Tensor
     most: float
 
-    def __post_init__(self) -> None:
-        checks.flat("Bound", "size", self.size, (torch.float32,), 1)
-
     @property
     def exceeded(self) -> bool:
         return self.exceeds(float(self.size))
@@ -185,6 +182,8 @@ def update_rows(
         raise OptionError("update_rows: neither a step nor one to take back")
     if taken is not None:
         _check_lossless(state)
+    if bound is not None:
+        checks.flat("update_rows", "size", bound.size, (torch.float32,), 1)
     first, last = checks.rows("update_rows", state.numel, start, stop)
     checks.flat("update_rows", "grad", grad, checks.FLOATS, last - first)
     kind = weight_kind("update_rows", weight, last - first, state.master is None, ties)

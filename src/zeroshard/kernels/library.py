@@ -10,9 +10,8 @@ import ctypes
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -220,95 +219,74 @@ LEVELS = ("baseline", "avx2", "avx512")
 _log = logging.getLogger("zeroshard")
 
 
+def _typed(function: Any, takes: list[Any], gives: Any = None) -> Any:
+    """A function of the library, as it is declared in C."""
+    function.argtypes, function.restype = takes, gives
+    return function
+
+
 class TeamCalls:
     """Threads of the library's own; see `team`. Not where there are no POSIX threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.open, self.run, self.close = library.zs_team_open, library.zs_team, library.zs_team_close
-        self.open.argtypes, self.open.restype = [ctypes.c_int32], ctypes.c_void_p
-        self.run.argtypes, self.run.restype = [ctypes.POINTER(UpdateRecord)], None
-        self.close.argtypes, self.close.restype = [ctypes.c_void_p], None
+        self.open = _typed(library.zs_team_open, [c_int32], c_void_p)
+        self.run = _typed(library.zs_team, [ctypes.POINTER(UpdateRecord)])
+        self.close = _typed(library.zs_team_close, [c_void_p])
 
 
 class TransferCalls:
     """Transfer workers of the library's own; see `post`. Where there are teams."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        post, host_task = ctypes.c_void_p, ctypes.POINTER(TaskRecord)
-        number, count = ctypes.c_int32, ctypes.c_int64
-        self.open, self.close = library.zs_post_open, library.zs_post_close
-        self.send, self.wait = library.zs_post_send, library.zs_post_wait
-        self.error, self.drop = library.zs_post_error, library.zs_post_drop
-        self.open.argtypes, self.open.restype = [post, post, number, post, count], post
-        self.send.argtypes, self.send.restype = [post, host_task, number], None
-        self.wait.argtypes, self.wait.restype = [post, host_task, count], number
-        self.error.argtypes, self.error.restype = [post], number
-        for each in (self.close, self.drop):
-            each.argtypes, each.restype = [post], None
+        post, host_task = c_void_p, ctypes.POINTER(TaskRecord)
+        self.open = _typed(library.zs_post_open, [post, post, c_int32, post, c_int64], post)
+        self.close = _typed(library.zs_post_close, [post])
+        self.send = _typed(library.zs_post_send, [post, host_task, c_int32])
+        self.wait = _typed(library.zs_post_wait, [post, host_task, c_int64], c_int32)
+        self.error = _typed(library.zs_post_error, [post], c_int32)
+        self.drop = _typed(library.zs_post_drop, [post])
 
 
 class UpdateKernel:
     """A function of the library that updates what a `StepRecord` says."""
 
     def __init__(self, function: Any) -> None:
-        self._function = function
-        function.argtypes, function.restype = [ctypes.c_void_p], None
-        self.address = ctypes.cast(function, ctypes.c_void_p).value
+        self._function = _typed(function, [c_void_p])
+        self.address = ctypes.cast(function, c_void_p).value
 
     def __call__(self, record: StepRecord) -> None:
         self._function(record.address)
 
 
 class Kernels:
-    """The functions of the library, each taking one record of `abi`. Calls release the GIL."""
+    """The functions of the library, each under its name in `RECORDS` and taking one such record. Calls
+    release the GIL. A library from before some of them existed is as good for all else; those are None."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._limit = library.zs_limit
-        self._limit.argtypes, self._limit.restype = [ctypes.c_int32], ctypes.c_int32
         self._library, self._updates = library, dict[str, UpdateKernel | None]()
-        self.sum = self._function(library, "sum")
-        self.accumulate = self._function(library, "accumulate")
-        self.cast = self._function(library, "cast")
-        self.split = self._function(library, "split")
-        self.join = self._function(library, "join")
-        self.move = self._function(library, "move")
-        self.encode_blocks = self._function(library, "encode_blocks")
-        self.decode_blocks = self._function(library, "decode_blocks")
-        self.largest = self._function(library, "largest")
-        self.touched = self._function(library, "touched")
+        vars(self).update({name: self._function(name, [ctypes.POINTER(of)]) for name, of in RECORDS.items()})
         self.team = TeamCalls(library) if hasattr(library, "zs_team") else None
         self.post = TransferCalls(library) if self.team is not None else None
-        # A library from before these existed is as good for all else, and zlib takes their place.
-        self.checksum = self._newer(library, "checksum")
-        self.copy_sum = self._newer(library, "copy_sum")
-        # Without these every shard is a call.
-        self.encode_shards = self._newer(library, "encode_shards")
-        self.decode_parts = self._newer(library, "decode_parts")
-        self.tally = self._newer(library, "tally")
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def update(self, name: str) -> UpdateKernel | None:
         """What updates rows of that kernel; None where torch does."""
         if name not in self._updates:
-            found = f"zs_{name}"
-            self._updates[name] = (
-                UpdateKernel(self._library[found]) if hasattr(self._library, found) else None
-            )
+            function = self._function(name, [c_void_p])
+            self._updates[name] = None if function is None else UpdateKernel(function)
         return self._updates[name]
 
-    @classmethod
-    def _newer(cls, library: ctypes.CDLL, name: str) -> Callable[[Any], None] | None:
-        return cls._function(library, name) if hasattr(library, f"zs_{name}") else None
-
-    @staticmethod
-    def _function(library: ctypes.CDLL, name: str) -> Callable[[Any], None]:
-        function = library[f"zs_{name}"]
-        function.argtypes, function.restype = [ctypes.POINTER(RECORDS[name])], None
-        call: Callable[[Any], None] = function
-        return call
+    def _function(self, name: str, takes: list[Any]) -> Any:
+        found = f"zs_{name}"
+        return _typed(self._library[found], takes) if hasattr(self._library, found) else None
 
     def limit(self, level: str = LEVELS[-1]) -> str:
         """Use at most this instruction set, process-wide; returns the one in force."""
-        return LEVELS[self._limit(LEVELS.index(level))]
+        limit = _typed(self._library.zs_limit, [c_int32], c_int32)
+        return LEVELS[limit(LEVELS.index(level))]
 
 
 def load(path: str | None) -> Kernels:
@@ -320,8 +298,7 @@ def load(path: str | None) -> Kernels:
         entry = library.zs_abi
     except AttributeError:
         raise OSError(f"{path} holds no ZeroShard kernels") from None
-    entry.argtypes, entry.restype = [], ctypes.c_int64
-    if entry() != version():
+    if _typed(entry, [], c_int64)() != version():
         raise OSError(f"{path} was built from other sources")
     return Kernels(library)
 

@@ -72,6 +72,23 @@ class GroupDraft:
     disk: DiskPlace | None = None
     targets: list[Tensor] = field(default_factory=list)
 
+    def rest_at(self, paging: DiskPager, at: int, size: int) -> None:
+        """Its state lies on the disk, from there on."""
+        self.disk = DiskPlace(paging, DiskPage(f"`{self.names[0]}` … `{self.names[-1]}`", at, size))
+
+    def fill(self, weights: Sequence[Tensor], master_dtype: torch.dtype) -> int:
+        """Meet the weights that it updates, and take host memory for a state that rests there. Returns its
+        bytes."""
+        self.targets = [weight.view(-1) for weight in weights]
+        if self.disk is not None:
+            return 0
+        if self.form is None:
+            self.master = allocate(self.numel, [master_dtype])[0]
+            return self.master.nbytes
+        self.state = self.form.zeros(self.numel)
+        self.master = self.state.master
+        return sum(t.nbytes for t in vars(self.state).values() if t is not None)
+
 
 def _steps(part: OffloadGroup) -> bool:
     """Whether the optimizer's step begins its update."""
@@ -143,8 +160,10 @@ class OffloadedState:
         if form is not None and spec.paged:
             form = replace(form, weight=dtypes[0])
         names, spans = [w.name for w in spec.weights], list(spec.spans)
-        draft = GroupDraft(names, spans, spec.numel, optimizer, group, form, spec.rest, self.overlaps)
-        draft.deferred = self.options.defers and form is not None
+        deferred = self.options.defers and form is not None
+        draft = GroupDraft(
+            names, spans, spec.numel, optimizer, group, form, spec.rest, self.overlaps, deferred
+        )
         self._plots_of[spec.gathered_by].append(draft)
 
     def open(self, transport: Transport) -> None:
@@ -174,9 +193,7 @@ class OffloadedState:
         self.ledger.book("host", self.paging.nbytes)
         at = 0
         for (draft, _), size in zip(planned, sizes, strict=True):
-            draft.disk = DiskPlace(
-                self.paging, DiskPage(f"`{draft.names[0]}` … `{draft.names[-1]}`", at, size)
-            )
+            draft.rest_at(self.paging, at, size)
             at += size
         weights = [draft.numel * form.weight.itemsize for draft, form in planned if form.weight is not None]
         if weights:
@@ -191,8 +208,7 @@ class OffloadedState:
         result = list(compute)
         for draft in self._plots_of[gather_group.key]:
             weights = [compute[index[n]] for n in draft.names]
-            draft.targets = [weight.view(-1) for weight in weights]
-            self._fill(draft, gather_group.own.master_dtype)
+            self.ledger.book("host", draft.fill(weights, gather_group.own.master_dtype))
             for name, (at, n), weight in zip(draft.names, draft.spans, weights, strict=True):
                 if draft.form is not None:
                     gather_group.own.updated_by_host.add(index[name])
@@ -231,18 +247,6 @@ class OffloadedState:
             members.append([index[name] for name in draft.names])
         return DiskRows(self._streaming, segments, members)
 
-    def _fill(self, draft: GroupDraft, master_dtype: torch.dtype) -> None:
-        """Memory for a plot that rests in host memory."""
-        if draft.disk is not None:
-            return
-        if draft.form is None:
-            draft.master = allocate(draft.numel, [master_dtype])[0]
-            self.ledger.book("host", draft.master.nbytes)
-            return
-        draft.state = draft.form.zeros(draft.numel)
-        draft.master = draft.state.master
-        self.ledger.book("host", sum(t.nbytes for t in vars(draft.state).values() if t is not None))
-
     # ------------------------------------------------------------------ gradients and updates
 
     @property
@@ -276,6 +280,10 @@ class OffloadedState:
             if draft.form is None:
                 continue
             counts = [counted or p.slot.split != "copy" for p in members]
+            deferred = None
+            if draft.deferred:
+                read = sharded_tensors.mesh is not None and self.options.shards_params
+                deferred = DeferredGrads(members, draft.spans, draft.numel, dtype, sharded_tensors, read)
             part = OffloadGroup(
                 label=f"`{draft.names[0]}` … `{draft.names[-1]}`",
                 params=members,
@@ -290,10 +298,8 @@ class OffloadedState:
                 optimizer=draft.optimizer,
                 disk=draft.disk,
                 reduced_grad=reduced_grad,
+                deferred=deferred,
             )
-            if draft.deferred:
-                read = sharded_tensors.mesh is not None and self.options.shards_params
-                part.deferred = DeferredGrads(members, draft.spans, draft.numel, dtype, sharded_tensors, read)
             part.show()
             self.parts.append(part)
             if reduced_grad is None:
@@ -305,7 +311,7 @@ class OffloadedState:
         if not delays(self.options.sync) or part.paged:
             return OffloadSink(self, part)
         nbytes = part.numel * part.weight_dtype.itemsize
-        part.held = pinned(nbytes, self.copies.device).view(part.weight_dtype)
+        part.hold_back(pinned(nbytes, self.copies.device).view(part.weight_dtype))
         self.ledger.book("host", nbytes)
         return DelayedOffloadSink(self, part)
 
@@ -390,7 +396,7 @@ class OffloadedState:
             for key, sharded_param in zip(keys, sharded_params, strict=True)
         }
         for part in self.parts_of(optimizer):
-            part.group = group_of[id(part.params[0].sharded_param)]
+            part.regroup(group_of[id(part.params[0].sharded_param)])
             part.load([states[id(param.sharded_param)] for param in part.params])
             part.show()
 
@@ -444,12 +450,12 @@ class OffloadedState:
             self.ledger.book("buckets", squares.nbytes + seen.nbytes)
             totals, sizes = squares[:-1].view(2, -1)
             for at, part in enumerate(early):
-                part.measured = GradientSize(totals[at], squares[-1], sizes[at : at + 1], seen[at : at + 1])
+                part.measure_in(GradientSize(totals[at], squares[-1], sizes[at : at + 1], seen[at : at + 1]))
         deferred = [part.deferred for part in self.parts if part.deferred is not None]
         norms = torch.zeros(sum(len(grads.params) for grads in deferred), device=self.copies.device)
         self.ledger.book("buckets", norms.nbytes)
         for grads, own in zip(deferred, norms.split([len(grads.params) for grads in deferred]), strict=True):
-            grads.norms = own
+            grads.measure_in(own)
         team = ThreadTeam.open(threads)
         executor = None if team is None else self._executor_in(staging, team)
         if executor is None:
@@ -469,7 +475,7 @@ class OffloadedState:
         if params and not all(isinstance(param, ShardedDTensor) for param in params):
             assert self.updates is not None
             self._guard = ParamGuard(before_use)
-            self.updates.waits = not self._guard.take(params)
+            self.updates.wait_in_step(not self._guard.take(params))
 
     def unguard(self) -> None:
         """Parameters are plain again."""

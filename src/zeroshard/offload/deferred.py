@@ -63,6 +63,14 @@ class LandedGrads:
             torch.linalg.vector_norm(self.flat[at : at + n], dtype=torch.float32, out=norms[index])
         self.norms = norms
 
+    def know(self, norms: list[float]) -> None:
+        """They have been read."""
+        self._known = norms
+
+    def move(self, flat: Tensor) -> None:
+        """The gradients lie elsewhere."""
+        self.flat = flat
+
     def leave(self) -> None:
         """The memory of the norms is about to be overwritten, by those of the next gradients."""
         if not self._known:
@@ -81,7 +89,7 @@ def read(landed: Iterable[LandedGrads]) -> None:
         found = torch.cat([each.norms for each in due]).tolist()
         at = 0
         for each in due:
-            each._known = found[at : at + len(each.spans)]
+            each.know(found[at : at + len(each.spans)])
             at += len(each.spans)
 
 
@@ -104,6 +112,10 @@ class GradState:
                 rows.mul_(self.factor)
             self.rows, self.factor = rows, 1.0
         return self.rows
+
+    def multiply(self, factor: float) -> None:
+        """By one number, where it landed."""
+        self.factor *= factor
 
     def norm(self) -> float:
         return self.landed.norm(self.index) * abs(self.factor)
@@ -254,7 +266,7 @@ def _multiplied(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     factor = _number(args[1])
     if not waiting(args[0]) or factor is None:
         return NotImplemented
-    args[0].state.factor *= factor
+    args[0].state.multiply(factor)
     return args[0]
 
 
@@ -266,7 +278,7 @@ def _all_multiplied(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     states = {id(one.state): one.state for one in args[0] if waiting(one)}
     others = [plain(one) for one in args[0] if not waiting(one)]
     for state in states.values():
-        state.factor *= factor
+        state.multiply(factor)
     if others:
         func(others, args[1])
     return None
@@ -282,7 +294,7 @@ def _unscaled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         infinite.fill_(1.0)
     factor = float(inverse)
     for one in handles:
-        one.state.factor *= factor
+        one.state.multiply(factor)
     return None
 
 
@@ -402,6 +414,10 @@ class DeferredGrads:
         self.norms = torch.empty(0)  # on the device, one for each parameter
         self._landed: ref[LandedGrads] | None = None  # whose life is that of the handles
 
+    def measure_in(self, norms: Tensor) -> None:
+        """Where norms are written, one for each parameter."""
+        self.norms = norms
+
     @property
     def landed(self) -> LandedGrads | None:
         return self._landed() if self._landed is not None else None
@@ -494,7 +510,7 @@ class DeferredGrads:
         landed = self.landed
         if landed is None or landed.flat.data_ptr() != shown.data_ptr():
             return None
-        landed.flat = shown.clone()
+        landed.move(shown.clone())
         return landed.flat
 
 

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from zeroshard.kernels import AdamRows, Bound, HostStep, StateRows, allocate, join, moments8, split
 from zeroshard.params.sharded_param import GuardedState, ShardedParam, ShardedTensors
-from zeroshard.tiers import CopyMark, DiskPage, DiskPager, grains
+from zeroshard.tiers import CopyMark, DiskPage, DiskPager, TierCopies, grains
 
 from .deferred import DeferredGrads, HostGradients
 
@@ -299,6 +299,10 @@ class GroupUpdate:
         """A gradient waits for its step."""
         self.phase, self.flat, self.used, self.fresh = UpdatePhase.LANDED, flat, used, True
 
+    def measure(self, squares: Tensor) -> None:
+        """What the gradient adds to the square of the global norm."""
+        self.squares = squares
+
     def move(self, flat: Tensor) -> None:
         """The gradient lies elsewhere."""
         self.flat = flat
@@ -411,6 +415,24 @@ class OffloadGroup(GuardedState):
         self.shown_steps = list(self._counts.unbind())  # the same, as `optimizer.state` shows it
         self._shown = _ShownState([], {})
 
+    def hold_back(self, memory: Tensor) -> None:
+        """New weights wait in host memory until they may show."""
+        self.held = memory
+
+    def measure_in(self, measured: GradientSize) -> None:
+        """Where its gradients are measured."""
+        self.measured = measured
+
+    def regroup(self, group: dict[str, Any]) -> None:
+        """The optimizer has other groups now."""
+        self.group = group
+
+    def events(self, copies: TierCopies) -> tuple[CopyMark, CopyMark]:
+        """Of its own, which C code sets: the gradient is here; the weights are back."""
+        if self.copy_events is None:
+            self.copy_events = copies.mark(), copies.mark()
+        return self.copy_events
+
     @cached_property
     def _ends(self) -> list[int]:
         return [at for at, _ in self.spans[1:]] + [self.numel]
@@ -504,9 +526,9 @@ class OffloadGroup(GuardedState):
             torch._foreach_zero_([flat[start:stop] for start, stop in self.gaps])
         torch.linalg.vector_norm(flat[: self.numel], dtype=torch.float32, out=size[0])
         size.square_()
-        self.update.squares = size[0]
+        self.update.measure(size[0])
         if not all(self.counted):
-            self.update.squares = total.zero_()
+            self.update.measure(total.zero_())
             for (at, n), counts in zip(self.spans, self.counted, strict=True):
                 if counts:
                     torch.linalg.vector_norm(flat[at : at + n], dtype=torch.float32, out=one)

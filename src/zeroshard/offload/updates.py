@@ -104,7 +104,11 @@ class HostUpdates:
         self.graphed = False
         self.nested = False  # some backward ran inside another, in which gradients may come twice
         self.busy = False  # an update may have begun that nobody has waited for
-        self.waits = False  # step() returns when its updates are done, as nothing else would wait for them
+        self.waits = False
+
+    def wait_in_step(self, waits: bool) -> None:
+        """Whether `step()` returns when its updates are done, as nothing else would wait for them."""
+        self.waits = waits
 
     # ------------------------------------------------------------------ during backward
 
@@ -178,19 +182,16 @@ class HostUpdates:
 
     def _begin(self, part: OffloadGroup) -> None:
         """Update a part before its step, where it is likely what that asks for and can be taken back."""
-        scale = self._expected(part)
+        # What the step is likely to multiply its gradient by.
+        scale = 1.0 if self._early else None
+        if part.deferred is not None:
+            scale = None if self.graphed else part.deferred.habit.expected
         if scale is None or not (part.reversible or not self._keeps_gradients):
             return
         if part.deferred is not None:
             part.deferred.habit.begin()
         bound = part.measured.bound(scale) if self._keeps_gradients and part.measured is not None else None
         self._start(part, scale, hold=part.held is not None, bound=bound)
-
-    def _expected(self, part: OffloadGroup) -> float | None:
-        """What the step is likely to multiply its gradient by."""
-        if part.deferred is None:
-            return 1.0 if self._early else None
-        return None if self.graphed else part.deferred.habit.expected
 
     def _look(self, parts: Sequence[OffloadGroup]) -> list[float | None]:
         """The squares of the parts' gradients, where they were measured; and know which of the updates that
@@ -272,7 +273,8 @@ class HostUpdates:
         for part, scale, keeps in reversed(list(zip(parts, scales, stands, strict=True))):
             if not keeps:
                 self._start(part, scale, undo=part.update.begun)
-        self._let_go([part for part, keeps in zip(parts, stands, strict=True) if keeps])
+        if self.ahead:
+            self._let_go([part for part, keeps in zip(parts, stands, strict=True) if keeps])
         for part in parts:
             part.count()
         self._asked = 0
@@ -389,7 +391,8 @@ class HostUpdates:
 
     def discard(self, parts: Sequence[OffloadGroup]) -> None:
         """The gradient of the last backward is not wanted after all: take back what was done with it."""
-        self._take_back([part for part in parts if part.update.begun])
+        if begun := [part for part in parts if part.update.begun]:
+            self._take_back(begun)
         for part in parts:
             part.update.end()
             if part.deferred is not None:
@@ -422,7 +425,8 @@ class HostUpdates:
         deferred = [(part, part.deferred.habit) for part in self.parts if part.deferred is not None]
         for _, habit in deferred:
             habit.differ()
-        self._take_back([part for part, _ in deferred if part.update.begun])
+        if begun := [part for part, _ in deferred if part.update.begun]:
+            self._take_back(begun)
 
     def wind_up(self) -> None:
         """Nothing follows: drop the gradient of a backward without a step, and wait for all that was begun.

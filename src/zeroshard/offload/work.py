@@ -159,10 +159,7 @@ def ways_of(staged: StagedUpdate) -> tuple[list[CopySpec], list[CopySpec]]:
 
 def copy_events_of(job: HostUpdate, copies: TierCopies) -> CopyEvents | None:
     """The events of one way. None where nothing runs beside."""
-    part = job.part
-    if part.copy_events is None:
-        part.copy_events = copies.mark(), copies.mark()
-    arrived, ready = (mark.handle for mark in part.copy_events)
+    arrived, ready = (mark.handle for mark in job.part.events(copies))
     if copies.copy_streams is None:
         return None
     assert arrived is not None

@@ -18,6 +18,9 @@ from zeroshard.machine import Machine
 HOOKED, RECOMPUTED, SENT, STEPPED = (5, 12), (24, 51), 12, 4
 # And as one gather takes.
 GATHERED = 14
+# Launches for each weight that rests off the device, in forward and in backward: what autograd saves of it
+# has to be found again in the buffer that it comes in. Where only its state does, next to nothing.
+STREAMED = (4, 5)
 # Launches for each rank's shard of what travels through a codec: its code, its flags, and the decoding.
 CODED = 3
 # Parts ahead of one that lands: transfer workers have taken four up, of which one is half done or already
@@ -136,6 +139,8 @@ def _launched(
         launches = [
             count + GATHERED * sum(not setup.keeps(b) for b in setup.gather_groups) for count in launches
         ]
+    weights = sum(len(b.weights) for b in setup.gather_groups if setup.streams(b))
+    launches = [count + each * weights for count, each in zip(launches, STREAMED, strict=True)]
     if setup.reduces:
         launches[1] += sum(_launches_to_send(bucket) for bucket in setup.buckets)
     forward, backward = (count * machine.launch for count in launches)

@@ -139,8 +139,8 @@ class TierCopies:
         if self._delay is not None:
             self._delay()
         if stream is None:
-            for target, source in zip(to, of, strict=True):
-                target.copy_(source)
+            if to:
+                torch._foreach_copy_(list(to), list(of))
             return CopyMark()
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):

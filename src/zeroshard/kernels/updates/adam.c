@@ -13,7 +13,6 @@ struct adam {
     float grad_scale, lerp, beta2, gain2, stride, bias, eps, decay;
     int32_t coupled;      /* weight decay is added to the gradient (Adam), not taken off the weight (AdamW) */
     int32_t step;         /* before the first one the moments held nothing */
-    uint32_t salt;        /* of the rounding of 8-bit moments */
 };
 
 struct cell { float p, m, v; };
@@ -131,6 +130,7 @@ INLINE void adam_pass(const struct adam *a, const int updates) {
     ALIGNED float g[BLOCK], p[BLOCK], m[BLOCK], v[BLOCK];
     const struct update *rows = &a->rows;
     const struct adam *taken = rows->taken;
+    const uint32_t salt = (uint32_t)a->step * 0x9E3779B1u; /* of the rounding of 8-bit moments, as in moments8.py */
     for (int64_t start = 0; start < rows->count; start += BLOCK) {
         const int64_t n = rows->count - start < BLOCK ? rows->count - start : BLOCK;
         float *means = rows->scales ? m : (float *)rows->states[0] + start;
@@ -150,7 +150,7 @@ INLINE void adam_pass(const struct adam *a, const int updates) {
             open_grad(rows, g, a->grad_scale, start, n);
             adam_variant(a, p, means, squares, peak, g, n);
         }
-        if (scales) encode_moments(codes, square_codes, scales, m, v, n, a->salt);
+        if (scales) encode_moments(codes, square_codes, scales, m, v, n, salt);
         close_rows(rows, p, start, n);
     }
 }

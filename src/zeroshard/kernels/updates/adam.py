@@ -29,7 +29,6 @@ class AdamNumbers(NamedTuple):
     decay: float
     coupled: bool
     step: int
-    salt: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class AdamStep(HostStep):
             decay=to_f32(decay),
             coupled=coupled,
             step=self.step,
-            salt=moments8.salt(self.step),
         )
 
 
