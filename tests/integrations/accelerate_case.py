@@ -28,6 +28,7 @@ class Loop:
     accelerator: Plain = field(default_factory=dict)
     clip: float | None = None
     batches: int = 8
+    rest: int = 0  # rows of the last batch, of all ranks together
     load: str | None = None
     save: str | None = None
     begin: int = 0
@@ -60,11 +61,11 @@ def network(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *blocks, nn.Linear(16, 3))
 
 
-def batches(size: int, number: int, start: int = 0) -> DataLoader[Any]:
+def batches(size: int, number: int, start: int = 0, rest: int = 0) -> DataLoader[Any]:
     """Batches of 4 for each rank, from one on."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(4 * size * number, 8, generator=generator)
-    targets = torch.randn(4 * size * number, 3, generator=generator)
+    inputs = torch.randn(4 * size * number + rest, 8, generator=generator)
+    targets = torch.randn(4 * size * number + rest, 3, generator=generator)
     return DataLoader(TensorDataset(inputs[4 * size * start :], targets[4 * size * start :]), batch_size=4)
 
 
@@ -73,7 +74,7 @@ def trained(loop: Loop) -> Outcome:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    loader = batches(accelerator.num_processes, loop.batches, loop.begin)
+    loader = batches(accelerator.num_processes, loop.batches, loop.begin, loop.rest)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if loop.load:
         accelerator.load_state(loop.load)

@@ -148,6 +148,19 @@ def trained(job: Job) -> Outcome:
     return Outcome(model.losses, whole(model), logged, stage)
 
 
+def fitted_twice(options: Plain | None) -> Outcome:
+    """By one optimizer, whose state the second trainer goes on with."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    for _ in range(2):
+        trainer = trainer_of(options, max_epochs=1)
+        trainer.fit(model, data(12))
+    run = zsl.run_of(model)
+    return Outcome(model.losses, whole(model), {}, None if run is None else run.options.stage)
+
+
 class Frozen(Net):
     """No optimizer, and a method of its own in place of torch's."""
 
@@ -320,6 +333,14 @@ class Averaged:
     weights: dict[str, Tensor]
 
 
+class Decays(Net):
+    """With a scheduler whose state is unlike that of the one which takes its place."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+
 def averaged(
     options: Plain | None,
     kind: str,
@@ -330,7 +351,7 @@ def averaged(
 ) -> Averaged:
     """With Lightning's callbacks."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net() if kind == "ema" else Decays()
     average = EMAWeightAveraging(decay=0.9) if kind == "ema" else StochasticWeightAveraging(0.02, 1)
     best = ModelCheckpoint(folder, monitor="val", save_last=True, save_top_k=2)
     callbacks = [average, best, LearningRateMonitor("step"), EarlyStopping("val", patience=1)]

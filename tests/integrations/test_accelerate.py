@@ -33,12 +33,13 @@ def assert_same(got: list[Outcome], want: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_losses_and_weights_equal_those_of_ddp(pool: Ranks, alone: Ranks, size: int) -> None:
+    """The last batch is a smaller one."""
     ranks = pool if size == 2 else alone
-    plain = ranks.run(trained, Loop(None))
+    plain = ranks.run(trained, Loop(None, rest=3))
     for options in ({"stage": 0}, {"stage": 2}, {"stage": 3}):
-        assert_same(ranks.run(trained, Loop(options)), plain)
+        assert_same(ranks.run(trained, Loop(options, rest=3)), plain)
     # The host's kernels round the last bit otherwise than torch's.
-    assert_near(ranks.run(trained, Loop({"stage": 3, "offload": HOST}))[0], plain[0])
+    assert_near(ranks.run(trained, Loop({"stage": 3, "offload": HOST}, rest=3))[0], plain[0])
 
 
 def test_accumulated_and_clipped(pool: Ranks) -> None:
@@ -143,6 +144,42 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "zeroshard.integrations.accelerate")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'zeroshard\[accelerate\]'"):
         __import__("zeroshard.integrations.accelerate")
+
+
+ALONE = """
+import sys
+import torch
+from zeroshard.integrations.accelerate import ZeroShardAccelerator
+
+accelerator = ZeroShardAccelerator(stage=int(sys.argv[2]), cpu=True)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for step in range(6):
+    if accelerator.process_index == 1 and step == 2:
+        if sys.argv[1] == "stops":
+            break
+        raise ValueError("a mistake of the user's")
+    accelerator.backward(model(torch.randn(3, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.wide(4)
+@pytest.mark.parametrize("stage", ["3", "2"])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("stops", r"had ended or closed its run|ranks wait for different things and none can go on"),
+        ("fails", r"rank 1 (exited with code 1:|raised) ValueError: a mistake of the user's"),
+    ],
+)
+def test_what_one_rank_does_ends_all(tmp_path: Path, case: str, words: str, stage: str) -> None:
+    (tmp_path / "script.py").write_text(ALONE, encoding="utf-8")
+    launch = [sys.executable, "-m", "zeroshard", "run", "--ranks", "2", "script.py", case, stage]
+    ran = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode != 0
+    assert re.search(words, ran.stderr), ran.stderr
 
 
 CONFIG = """

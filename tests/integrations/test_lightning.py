@@ -24,6 +24,7 @@ from lightning_case import (
     clipped,
     dropped,
     evaluated,
+    fitted_twice,
     from_meta,
     logged,
     looped,
@@ -242,6 +243,12 @@ def test_several_models_of_fabric_in_one_checkpoint(pool: Ranks, tmp_path: Path)
 )
 def test_what_is_refused(alone: Ranks, tmp_path: Path, case: str, words: str) -> None:
     assert words in alone.run(refused, case, str(tmp_path / "saved"))[0]
+
+
+def test_an_optimizer_that_trained_the_model_before(pool: Ranks) -> None:
+    plain = pool.run(fitted_twice, None)
+    for stage in (0, 2, 3):
+        assert_same(pool.run(fitted_twice, {"stage": stage}), plain)
 
 
 def test_models_without_an_optimizer(alone: Ranks, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -19,10 +19,10 @@ def _is(callback: object, name: str) -> bool:
     return any(kind.__name__ == name and ".callbacks." in kind.__module__ for kind in type(callback).__mro__)
 
 
-def follow(callbacks: Iterable[Any], run: zs.Run, is_loaded: Callable[[dict[str, Any]], bool]) -> None:
+def follow(trainer: Any, run: zs.Run, is_loaded: Callable[[dict[str, Any]], bool]) -> None:
     """Let averages be made of whole parameters, and written to them. `is_loaded`: of a state that the model
     has already, from a checkpoint."""
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         if _is(callback, _EMA):
             _within(callback, "_swap_models", run, write=True)
             _within(callback, "_copy_average_to_current", run, write=True)
@@ -32,6 +32,7 @@ def follow(callbacks: Iterable[Any], run: zs.Run, is_loaded: Callable[[dict[str,
         elif _is(callback, _SWA):
             _within(callback, "update_parameters", run)
             _within(callback, "transfer_weights", run, write=True)
+            _clear_when_loaded(callback, trainer)
 
 
 def keeps_current(module: Any, checkpoint: Any) -> bool:
@@ -62,6 +63,19 @@ def _load_unless(callback: Any, is_loaded: Callable[[dict[str, Any]], bool]) -> 
         load(callback, trainer, _Loaded() if loaded else module, checkpoint)
 
     vars(callback)["on_load_checkpoint"] = on_load_checkpoint
+
+
+def _clear_when_loaded(callback: Any, trainer: Any) -> None:
+    """Once it has a scheduler's state to go on with, the state of those of the model, which it has replaced,
+    is not loaded. It sees to that as `fit` starts, when here no checkpoint has been read."""
+    load = type(callback).load_state_dict
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        load(callback, state)
+        if callback._scheduler_state is not None:
+            callback._clear_schedulers(trainer)
+
+    vars(callback)["load_state_dict"] = load_state_dict
 
 
 class _Loaded:

@@ -144,7 +144,14 @@ def begin(
     if not optimizers:
         at_most = 3 if chosen.get("stage", 3) == 3 or {"limit", "plan"} & chosen.keys() else 0
         chosen = {name: value for name, value in chosen.items() if name in OF_FROZEN} | {"stage": at_most}
-    run = zs.shard(model, list(optimizers) or None, **chosen)
+    states = [(optimizer, optimizer.state_dict()) for optimizer in optimizers if optimizer.state]
+    for optimizer, _ in states:  # it has trained the model before: what it has is divided with it
+        optimizer.state.clear()
+    try:
+        run = zs.shard(model, list(optimizers) or None, **chosen)
+    finally:
+        for optimizer, state in states:
+            optimizer.load_state_dict(state)
     attach(model, run, optimizers)
     vars(model)[_STEP] = _call
     zs.register_forward_method(model, _STEP)

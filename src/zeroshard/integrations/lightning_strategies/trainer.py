@@ -123,7 +123,7 @@ class TrainerSharding(_Base):  # type: ignore[misc]
         if fits:
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
             self.precision_plugin.clip_grad_by_value = self._clip_by_value
-            averages.follow(trainer.callbacks, cast(zs.Run, self.run), self._is_loaded)
+            averages.follow(trainer, cast(zs.Run, self.run), self._is_loaded)
 
     def model_to_device(self) -> None:
         """Move the model to where it computes, but for layers that are filled later."""
