@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +25,24 @@ from zeroshard.checkpoint import PendingSave, locks
 from zeroshard.checkpoint.locks import FILE, FolderLockedError, RunFolders
 from zeroshard.errors import CheckpointError
 from zeroshard.testing import ranks
+from zeroshard.testing.processes import server
 
-JOB = """
-import os, sys, time, torch
-import zeroshard as zs
-model = torch.nn.Linear(3, 3)
-run = zs.shard(model, torch.optim.AdamW(model.parameters()))
-run.resume({folder!r})
-run.save({folder!r} + "/step-50", extra={{"step": 50}})
-if {fork}:
-    parent = os.getpid()
-    if os.fork() == 0:
-        while os.getppid() == parent:
-            time.sleep(0.1)
-        time.sleep(4)
-        os._exit(0)
-print("saved", flush=True)
-sys.stdin.readline()
-"""
+
+def save_and_stay(folder: str, fork: bool, line: Connection) -> None:
+    """Another job that has saved its step 50 and lives on, until a line comes. `fork`: it leaves a child."""
+    run = made()
+    run.resume(folder)
+    run.save(folder + "/step-50", extra={"step": 50})
+    if fork:
+        parent = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == parent:
+                time.sleep(0.1)
+            time.sleep(4)
+            os._exit(0)
+    line.send("saved")
+    line.recv()
+    atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
 
 
 class Clock:
@@ -72,26 +74,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def start(folder: Path, fork: bool = False) -> subprocess.Popen[str]:
-    """Another job that has saved its step 50 and lives on, until a line comes."""
-    script = JOB.format(folder=str(folder), fork=fork)
-    job = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == "saved\n"
-    return job
+class Job:
+    """A process of `save_and_stay`, forked from one that has imported torch."""
 
+    def __init__(self, folder: Path, fork: bool = False) -> None:
+        self._line, theirs = server().Pipe()
+        self._process = server().Process(target=save_and_stay, args=(str(folder), fork, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._line.recv() == "saved"
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
-def ended(job: subprocess.Popen[str], number: int | None = None) -> None:
-    if number is None:
-        job.communicate("\n", timeout=300)
-    else:
-        job.send_signal(number)
-        job.wait(timeout=300)
-        for stream in (job.stdin, job.stdout):
-            assert stream is not None
-            stream.close()
+    def end(self, number: int | None = None) -> None:
+        if number is None:
+            self._line.send("")
+        else:
+            os.kill(self.pid, number)
+        self._process.join(timeout=300)
+        assert self._process.exitcode == (0 if number is None else -number)
+        self._line.close()
 
 
 def made() -> zs.Run:
@@ -123,7 +125,7 @@ def test_many_folders_cost_a_few_descriptors(tmp_path: Path, run: zs.Run) -> Non
 
 
 def test_a_living_run_is_named_with_host_pid_and_time(tmp_path: Path, run: zs.Run) -> None:
-    job = start(tmp_path)
+    job = Job(tmp_path)
     told = re.compile(
         rf"{tmp_path} belongs to another run, which is alive: process {job.pid} on `{os.uname().nodename}`, "
         r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\. Two runs"
@@ -137,7 +139,7 @@ def test_a_living_run_is_named_with_host_pid_and_time(tmp_path: Path, run: zs.Ru
         assert run.load(zs.latest(tmp_path)) == {"step": 50}  # loading needs no claim
         assert run.save(tmp_path / "elsewhere" / "step-60").bytes
     finally:
-        ended(job)
+        job.end()
     assert not (tmp_path / FILE).exists()
     assert run.resume(tmp_path) == {"step": 50}
     assert run.save(tmp_path / "step-60").path.name == "step-60"
@@ -148,7 +150,7 @@ def test_the_held_lock_of_a_killed_run_is_taken_over(
     tmp_path: Path, run: zs.Run, fork: bool, clock: Clock
 ) -> None:
     """At once; also where a process that it forked lives on."""
-    ended(start(tmp_path, fork), signal.SIGKILL)
+    Job(tmp_path, fork).end(signal.SIGKILL)
     assert (tmp_path / FILE).exists()
     assert run.resume(tmp_path) == {"step": 50}
     assert not clock.slept
@@ -190,11 +192,11 @@ def _refused_on(folder: Path) -> str:
 
 
 def test_all_ranks_are_refused_with_one_text(tmp_path: Path) -> None:
-    job = start(tmp_path)
+    job = Job(tmp_path)
     try:
         one, other = ranks(2).run(_refused_on, tmp_path)
     finally:
-        ended(job)
+        job.end()
     assert one == other
     assert f"process {job.pid} on" in one
 
@@ -316,7 +318,7 @@ def test_processes_of_one_job_share_a_folder(tmp_path: Path, foreign: Foreign) -
                 other.hold(tmp_path)
     finally:
         locks._held_locks.clear()
-        ended(job)
+        job.communicate("\n", timeout=300)
 
 
 def test_where_nothing_can_be_written_resume_still_loads(
@@ -343,7 +345,7 @@ def test_where_nothing_can_be_written_resume_still_loads(
 def test_checkpoints_of_another_job_stay_until_this_one_goes_on_from_them(
     tmp_path: Path, run: zs.Run
 ) -> None:
-    ended(start(tmp_path))
+    Job(tmp_path).end()
     before = (tmp_path / "step-50" / "manifest.json").read_bytes()
     with pytest.raises(CheckpointError, match=r"step-50 exists and is a checkpoint, which stays as it is"):
         run.save(tmp_path / "step-50")
@@ -363,6 +365,6 @@ def test_checkpoints_of_another_job_stay_until_this_one_goes_on_from_them(
 
 
 def test_checkpoints_of_another_job_are_replaced_where_that_is_asked_for(tmp_path: Path, run: zs.Run) -> None:
-    ended(start(tmp_path))
+    Job(tmp_path).end()
     run.save(tmp_path / "step-50", extra={"step": 51}, overwrite=True)
     assert run.load(tmp_path / "step-50") == {"step": 51}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from zeroshard.planner.answer import ModelProblem, problem_of
 from zeroshard.report import page
 
 
+@cache
 def asked() -> ModelProblem:
     with torch.device("meta"):
         model = models.GPT(even=True, blocks=4)
