@@ -274,7 +274,7 @@ def _sign(fd: int, more: dict[str, Any]) -> None:
     """Say in a locked file whose it is."""
     whose = {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot_id()}
     os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(whose | more).encode(), 0)
+    os.write(fd, json.dumps(whose | more).encode())
 
 
 def _owner_in(path: Path) -> dict[str, Any]:
