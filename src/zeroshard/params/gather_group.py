@@ -511,6 +511,13 @@ class GatherGroup:
         self._peers.forget()
 
 
+def whole_of(gather_group: ref[GatherGroup], index: int) -> Tensor:
+    """`GatherGroup.whole`, for what must not keep the group."""
+    group = gather_group()
+    assert group is not None
+    return group.whole(index)
+
+
 class RowSource(Protocol):
     """Where the only rank's rows come from, when they rest off the device."""
 
