@@ -89,7 +89,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "reducer": (Reducer, "__init__", 0),
     "strategy": (Runtime, "adopt_strategy", 0),
     "threads": (OffloadedState, "start", 0),
-    "parts": (Runtime, "adopt_parts", 0),
+    "parts": (Runtime, "adopt_offload_groups", 0),
     "hooks": (Hooks, "_on_optimizer", 0),
     "last hooks": (Hooks, "_guard_moves", 0),
 }

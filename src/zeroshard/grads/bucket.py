@@ -360,9 +360,7 @@ class ShownBucket(Bucket):
         if self.sink is not None:
             self.sink(self.for_sink(), list(used))
             return
-        if not self._grads:
-            self._grads = self._make_grads()
-        if self.whole is not None:
+        if not self._grads or self.whole is not None:
             self._rejoin()
         aside, self._aside = self._aside, None
         if aside is None and all(used) and all(p.grad is None for p in self._sharded_params):
@@ -387,7 +385,12 @@ class ShownBucket(Bucket):
             param.grad = shown
 
     def _rejoin(self) -> None:
-        """Plain gradients that the loop has given other memory (`p.grad.data = ...`) show this one again."""
+        """Make the gradients that are shown, the first time. Later, plain ones that the loop has given other
+        memory (`p.grad.data = ...`) show this one again."""
+        if not self._grads:
+            self._grads = self._make_grads()
+        if self.whole is None:
+            return
         addresses = list(map(Tensor.data_ptr, self._grads))
         if addresses != self._addresses:
             if self._addresses:
@@ -453,18 +456,20 @@ class ReducedBucket(ShownBucket):
         self.transport, self.device = transport, device
         self._unsharded_params = [p.unsharded_param for p in self.params]
         self._values = wire.mine if values is None else values
-        self._copies: GradientCopies | None = None
         self._holding: OwnRows | None = None
         self._way_back: WayBack | None = None
+
+    @cached_property
+    def _copies(self) -> GradientCopies:
+        """Made when the first gradients have arrived."""
+        holds = self.transport.traits.adds_here and self._values is self.wire.mine
+        of_grads = self._unsharded_params[0].device
+        return GradientCopies(self.pack, self._values, of_grads, self.rank if holds else None)
 
     @torch.no_grad()
     def fill(self, hold: bool = False) -> OwnRows | None:
         """Copy the gradients of the unsharded parameters into the wire and let them go, but with `hold` this
         rank's own rows."""
-        if self._copies is None:
-            holds = self.transport.traits.adds_here and self._values is self.wire.mine
-            of_grads = self._unsharded_params[0].device
-            self._copies = GradientCopies(self.pack, self._values, of_grads, self.rank if holds else None)
         self.transport.fill(self.wire)
         with DisableTorchFunctionSubclass():  # of unsharded parameters that are `Away`
             grads: list[Tensor | None] = list(map(_grad, self._unsharded_params))

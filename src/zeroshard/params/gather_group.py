@@ -90,7 +90,7 @@ class BufferPool:
             owner = self.lent.get(tensor.untyped_storage().data_ptr())
         except RuntimeError:  # a wrapper without memory of its own, such as the DTensor of another unit
             return None
-        return owner if isinstance(owner, GatherGroup) else None
+        return owner if owner is not None and isinstance(owner, GatherGroup) else None
 
     def drop(self, but: Collection[int] = ()) -> set[int]:
         """Let the idle buffers go, `but` those at these addresses. Returns the addresses of what went:
@@ -511,6 +511,13 @@ class GatherGroup:
         self._peers.forget()
 
 
+def whole_of(gather_group: ref[GatherGroup], index: int) -> Tensor:
+    """`GatherGroup.whole`, for what must not keep the group."""
+    group = gather_group()
+    assert group is not None
+    return group.whole(index)
+
+
 class RowSource(Protocol):
     """Where the only rank's rows come from, when they rest off the device."""
 
@@ -654,22 +661,26 @@ class SavedTensors:
         return SavedView(gather_group, offset, tensor.size(), tensor.stride(), itself, param, known)
 
     def _unpack(self, packed: Any) -> Tensor:
+        if type(packed) is tuple:  # what most are, of many
+            return self._unchanged(*packed)
         if isinstance(packed, SavedView):
             self._ensure(packed.gather_group)
             return packed.restore()
         if isinstance(packed, _OtherHooks):
             return packed.unpack(packed.value)
-        if isinstance(packed, Tensor):
-            return packed
-        # Autograd looks at this itself where there are no hooks.
-        tensor, version = packed
+        assert isinstance(packed, Tensor)
+        return packed
+
+    @staticmethod
+    def _unchanged(tensor: Tensor, version: int) -> Tensor:
+        """What was saved. Autograd looks at its version itself where there are no hooks."""
         if tensor._version != version:
             raise StateError(
                 f"one of the variables needed for gradient computation, a {tensor.type()} of shape "
                 f"{tuple(tensor.shape)}, has been modified by an inplace operation: it is at version "
                 f"{tensor._version}, not {version}. Find it with torch.autograd.set_detect_anomaly(True)."
             )
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
 
 @dataclass(frozen=True)

@@ -21,41 +21,28 @@ from torch.autograd.graph import GradientEdge
 
 from zeroshard.errors import StateError
 
-from .runtime import Runtime
+from .runtime import CheckedBackward, Runtime
 
-_NAME, _INPUTS = "_engine_run_backward", 3  # of `torch.autograd`, and where `inputs` stand among what follows
-_watched: list[
-    tuple[dict[int, str], ref[Runtime]]
-] = []  # by id of a sharded parameter, its name; and its run
+_NAME = "_engine_run_backward"  # of `torch.autograd`
+Watched = tuple[dict[int, str], ref[Runtime]]  # by id of a sharded parameter, its name; and its run
+_watched: list[Watched] = []
 
 
 def watch(runtime: Runtime) -> Callable[[], None]:
     """From now on, until what is returned is called."""
     entry = {id(p.sharded_param): p.name for p in runtime.params}, ref(runtime)
     own = getattr(torch.autograd, _NAME, None)
-    if own is not None and not isinstance(own, _Checked):
-        setattr(torch.autograd, _NAME, _Checked(own))
+    if own is not None and not isinstance(own, CheckedBackward):
+        setattr(torch.autograd, _NAME, CheckedBackward(own, _refuse))
     _watched.append(entry)
     return partial(_forget, entry)
 
 
-def _forget(entry: tuple[dict[int, str], ref[Runtime]]) -> None:
+def _forget(entry: Watched) -> None:
     _watched[:] = [one for one in _watched if one is not entry]
     found = getattr(torch.autograd, _NAME, None)
-    if not _watched and isinstance(found, _Checked):
+    if not _watched and isinstance(found, CheckedBackward):
         setattr(torch.autograd, _NAME, found.own)
-
-
-class _Checked:
-    """Torch's own function, and a look at what it is asked for."""
-
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self.own = own
-
-    def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) > _INPUTS and args[_INPUTS]:
-            _refuse(outputs, args[_INPUTS])
-        return self.own(outputs, *args, **kwargs)
 
 
 def _refuse(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:

@@ -111,7 +111,7 @@ class ForwardMethods:
         precision, several = runtime.options.precision, runtime.transport.size > 1
         self._compute = getattr(torch, precision.compute) if precision is not None else None
         self._late = LateHooks(runtime.sharded_tensors, runtime.params, runtime.transport.size)
-        self.strangers = LateParams(model, runtime.params) if several else None
+        self.strangers = LateParams(model) if several else None
         self.peers = PeerComparison(runtime.transport)
         # Those that forward changes are broadcast from rank 0, unless they stay local.
         in_step = several and runtime.options.buffers == "broadcast"
@@ -160,12 +160,12 @@ class ForwardMethods:
         if runtime.supply.stale and runtime.sharded_tensors.writes.settings != self._late.seen:
             self._late.refuse()  # once a step, or once where something was registered
         if self.strangers is not None and learns and self.strangers.due:
-            self.strangers.refuse(self._model)
+            self.strangers.refuse(self._model, runtime.params)
         if learns and self.peers.looks:
             self.peers.saw((args, kwargs))
         if self.on_inputs is not None and learns and not named:
             self.on_inputs((args, kwargs))
-        trains = learns and self._model.training and self._keeps_in_step
+        trains = self._buffers and learns and self._model.training and self._keeps_in_step
         if trains and not runtime.forward.inside:
             with torch.no_grad():
                 # Through `.data`: a backward that is yet to come may have saved them, as in a GAN's two

@@ -56,9 +56,9 @@ class LateParams:
 
     `put` hears of whatever is put into any module of the process; only then is the model looked through."""
 
-    def __init__(self, model: nn.Module, params: Sequence[ShardedParam]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        # Torch holds this as long as the model lives: so it must not hold the model, nor its parameters.
         self._modules = {id(module) for module in model.modules()}
-        self._params = params
         self._changed, self._frozen = False, list[nn.Parameter]()
         self.due = False  # there is something to look at
 
@@ -66,14 +66,15 @@ class LateParams:
         self._changed = self._changed or id(module) in self._modules
         self.due = self.due or self._changed
 
-    def refuse(self, model: nn.Module) -> None:
-        """Those that would train. Frozen ones are the same as they were put there."""
+    def refuse(self, model: nn.Module, params: Sequence[ShardedParam]) -> None:
+        """Those that would train, and are not among `params`. Frozen ones are the same as they were put
+        there."""
         if not self._changed and not any(map(_learns, self._frozen)):
             return
         self._frozen.clear()
-        sharded = {id(param.sharded_param) for param in self._params}
+        sharded = {id(param.sharded_param) for param in params}
         # What is assigned where a sharded parameter stood is found by its unit, which says more of it.
-        places = {(id(place.module), place.attribute) for param in self._params for place in param.places}
+        places = {(id(place.module), place.attribute) for param in params for place in param.places}
         for path, module in model.named_modules():
             self._modules.add(id(module))
             for attribute, parameter in module._parameters.items():

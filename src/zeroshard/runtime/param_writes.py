@@ -284,15 +284,11 @@ class VersionCounters:
         before, had, unsharded_params = self._due.get(id(update), ([], [], []))
         if update.alike or not self._apart:
             return unsharded_params
-        sharded_params = [
-            sharded_param for group in update.optimizer.param_groups for sharded_param in group["params"]
-        ]
+        sharded_params = [p for group in update.optimizer.param_groups for p in group["params"]]
         without = list(map(is_, map(_grad, sharded_params), repeat(None)))
         if without != had or not all(map(is_, sharded_params, before)):
             pairs = zip(sharded_params, without, strict=True)
-            found = [
-                self._unsharded_param_of.get(id(sharded_param)) for sharded_param, none in pairs if not none
-            ]
-            unsharded_params = [unsharded_param for unsharded_param in found if unsharded_param is not None]
+            found = [self._unsharded_param_of.get(id(p)) for p, none in pairs if not none]
+            unsharded_params = [p for p in found if p is not None]
             self._due[id(update)] = sharded_params, without, unsharded_params
         return unsharded_params

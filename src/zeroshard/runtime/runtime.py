@@ -44,7 +44,7 @@ from zeroshard.offload.group import OffloadGroup
 from zeroshard.offload.updates import HostUpdates
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer, tell_of_no_gradient
 from zeroshard.options import Options
-from zeroshard.params.gather_group import BufferPool, GatherGroup, ParamState, SavedTensors
+from zeroshard.params.gather_group import BufferPool, GatherGroup, ParamState, SavedTensors, whole_of
 from zeroshard.params.resharded import Lender, lend
 from zeroshard.params.sharded_param import ShardedParam, ShardedTensors
 from zeroshard.profiling import span
@@ -60,6 +60,8 @@ from .unit import (
     after_close,
     drop_accumulated,
     inside_function,
+    inside_no_sync,
+    never_synchronised,
     outside_forward,
     refuse_transform,
     wants_all,
@@ -176,9 +178,7 @@ class ParamSupply:
     def bring(self, unit: RunningUnit, updates: HostUpdates | None, backward: bool) -> None:
         """Gather a unit, start on the ones that come next, and wait for it."""
         with span(f"gather {unit.label}"):
-            here = not self.overlaps and all(
-                gather_group.epoch == self.epoch for gather_group in unit.gather_groups
-            )
+            here = not self.overlaps and all(g.epoch == self.epoch for g in unit.gather_groups)
             if here and not unit.sharded and not unit.offload_groups:
                 return  # always whole, and nothing is to be asked for
             if updates is not None and not backward:
@@ -206,6 +206,7 @@ class ParamSupply:
             gather_group.epoch = self.epoch
 
 
+_INPUTS = 3  # where `inputs` stand among what follows the outputs of a backward
 # What ends before a forward does: a hook of ours, or what the compiler wraps around it.
 _PASSING = ("zeroshard.", "torch._dynamo.")
 
@@ -363,7 +364,7 @@ class Runtime(RuntimeParts):
             else:
                 self.backward.make_room(unit, self.supply.keeps_full, recomputed=True)
             self.supply.bring(unit, self.host_updates, not forward)
-            if forward:
+            if forward and self.sync_strategy.advances:
                 self.sync_strategy.advance()
             unit.in_modules.begin(forward)
             self.forward.enter(unit, recomputed=not forward)
@@ -546,15 +547,9 @@ class Runtime(RuntimeParts):
         """Run one optimizer's step on the local rows. `loss_scale`: what gradients in fp16 still have."""
         self.recover()
         if not self.sync:
-            raise StateError(
-                "optimizer.step() inside run.no_sync(): gradients of this rank alone are not the gradient. "
-                "Leave the block before the last micro-batch's backward, then step."
-            )
+            raise inside_no_sync()
         if self.unsynced:
-            raise StateError(
-                "gradients accumulated under run.no_sync() were never synchronised: run the last "
-                "micro-batch's backward outside of the block before optimizer.step()."
-            )
+            raise never_synchronised()
         if not self.backward.reached:
             self.backward.reach()
             tell_of_no_gradient(self.params, self.transport.rank)
@@ -733,7 +728,7 @@ class Runtime(RuntimeParts):
                 lends = partial(_lend, ref(self), ref(gather_group), param.name)
                 lend(
                     param.unsharded_param,
-                    Lender(param.name, lends, partial(_whole, ref(gather_group), index)),
+                    Lender(param.name, lends, partial(whole_of, ref(gather_group), index)),
                 )
         for unit in units:
             unit.in_modules.end()
@@ -748,6 +743,18 @@ class Runtime(RuntimeParts):
         self.written = ParamWrites(self.sharded_tensors, self.params, copied)
         self.changes = VersionCounters(self.params, self.sharded_tensors.writes)
         attach(self.sharded_tensors.writes, self)
+
+
+class CheckedBackward:
+    """Torch's function that runs a backward, after a look at the inputs that a loop names."""
+
+    def __init__(self, own: Callable[..., Any], looks: Callable[[Any, Any], None]) -> None:
+        self.own, self._looks = own, looks
+
+    def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > _INPUTS and args[_INPUTS]:
+            self._looks(outputs, args[_INPUTS])
+        return self.own(outputs, *args, **kwargs)
 
 
 def arrived(runtime: ref[Runtime], unit: ref[RunningUnit], unsharded_param: Tensor) -> None:
@@ -788,9 +795,3 @@ def _lend(runtime: ref[Runtime], gather_group: ref[GatherGroup], name: str) -> i
     if live is None or where is None:
         raise after_close()
     return live._lend(where, name)
-
-
-def _whole(gather_group: ref[GatherGroup], index: int) -> Tensor:
-    where = gather_group()
-    assert where is not None
-    return where.whole(index)

@@ -46,6 +46,20 @@ def outside_forward(name: str) -> StateError:
     )
 
 
+def inside_no_sync() -> StateError:
+    return StateError(
+        "optimizer.step() inside run.no_sync(): gradients of this rank alone are not the gradient. "
+        "Leave the block before the last micro-batch's backward, then step."
+    )
+
+
+def never_synchronised() -> StateError:
+    return StateError(
+        "gradients accumulated under run.no_sync() were never synchronised: run the last "
+        "micro-batch's backward outside of the block before optimizer.step()."
+    )
+
+
 def refuse_transform(kind: TransformType) -> None:
     """Inside of `torch.func.grad` and its like every tensor that is made is one of theirs, without memory."""
     if kind != TransformType.Vmap:

@@ -47,6 +47,8 @@ class _MeasuredWindow:
 class AdaptiveSync(SyncStrategy):
     """`Adaptive` at work. Delegates to the sync strategy of the choice in force."""
 
+    advances = True
+
     def __init__(
         self,
         policy: Adaptive,

@@ -20,6 +20,8 @@ from .strategy import SavedRows, SyncStrategy
 class DelayedSync(SyncStrategy):
     """`Delayed`, and where it is one of several choices also `EveryStep` on the same buckets."""
 
+    advances = True
+
     def __init__(self, policy: Delayed, gradients: Reducer, rank: int) -> None:
         super().__init__(gradients)
         self.policy, self.rank = policy, rank

@@ -34,6 +34,7 @@ class SyncStrategy:
 
     label = "EveryStep()"
     begun = False  # the host has begun with the next update, before the backward of its step
+    advances = False  # `advance` has something to do
     apart = False  # ranks train apart: nobody reads this rank's rows between meetings
 
     beliefs: Sequence[RankState] = ()  # of coded parameters: what all ranks take them to be, and seeds
