@@ -426,3 +426,18 @@ def test_torchrun_starts_the_same_script(script: Write) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("joined 2") == 2
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_asked_for_its_stack_while_python_ends_goes_on(tmp_path: Path) -> None:
+    """The interpreter takes its handler away before the process ends, as is done here by hand."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import faulthandler, os, signal\n"
+        "faulthandler.unregister(signal.SIGUSR2)\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "print('went on')\n"
+    )
+    command = [sys.executable, "-m", "zeroshard", "run", "--ranks", "1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[-2:]) == (0, ["went", "on"]), done.stderr

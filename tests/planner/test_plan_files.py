@@ -31,6 +31,7 @@ def changed(where: str, value: Any) -> str:
 SAID: list[tuple[str, Any, str]] = [
     ("ranks", "two", r"ranks is 'two', and must be a whole number"),
     ("ranks", 0, r"ranks is 0, and must be at least 1"),
+    ("candidates", [], r"candidates are none, and there must be one at least"),
     ("limit", 2.5, r"limit is 2\.5, and must be a whole number"),
     ("shared", 1, r"shared is 1, and must be true or false"),
     ("model", None, r"model is None, and must be a text"),

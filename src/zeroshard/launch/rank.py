@@ -237,6 +237,9 @@ def take(setup: RankSetup) -> None:
             text.reconfigure(line_buffering=True, write_through=False)
     os.environ.update(setup.environment)
     faulthandler.enable()
+    # What stands when the interpreter has taken its own handler away at its end: a rank that has a long way
+    # out was killed by being asked for its stack.
+    signal.signal(STACKS, signal.SIG_IGN)
     faulthandler.register(STACKS, all_threads=True)
     threads = threads_in(os.environ)
     if "torch" in sys.modules and threads is not None:

@@ -341,6 +341,8 @@ class Plan:
         for name in ("ranks", "ranks_per_node", "parameters", "limit"):
             if getattr(self, name) < 1:
                 raise Unfit(f"{name} is {getattr(self, name)}, and must be at least 1")
+        if not self.candidates:
+            raise Unfit("candidates are none, and there must be one at least: what is chosen")
         _check_ways({"chosen": self.chosen})
         _check_ways({f"candidates[{number}]": one for number, one in enumerate(self.candidates)})
 
