@@ -66,7 +66,7 @@ def offloaded_step(offload: zs.Offload | None, tensors: int) -> int:
     return calls
 
 
-HOST: list[tuple[str, int]] = [("host", 15), ("disk", 12), ("parameters", 80)]
+HOST: list[tuple[str, int]] = [("host", 15), ("disk", 12), ("parameters", 90)]
 
 
 @built
@@ -83,7 +83,7 @@ def test_a_host_update_calls_little_for_a_tensor_and_more_for_a_unit(
     offloaded_step(offload, 20)  # what happens once in a process
     few, many = (offloaded_step(offload, n) - offloaded_step(None, n) for n in (100, 400))
     assert few <= most * 100
-    assert many <= 4.2 * few
+    assert many <= 4.5 * few
 
 
 def planned(layers: int) -> int:
