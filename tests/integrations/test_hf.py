@@ -239,10 +239,9 @@ def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     assert re.search(r"rank 1 (exited with code 1:|raised) ValueError: a mistake of the user's", done.stderr)
     (tmp_path / "stops.py").write_text(UNCHANGED.replace("rows)", "rows, callbacks=[Stops()])"))
     done = subprocess.run([*launch, "stops.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
-    assert re.search(
-        r"had ended or closed its run|ranks wait for different things and none can go on", done.stderr
-    ), done.stderr
+    assert done.returncode != 0  # ours, or gloo's where both ranks are in collectives of Trainer's own
+    told = "had ended or closed its run|ranks wait for different things|distributed collective mismatch"
+    assert re.search(told, done.stderr), done.stderr
     (tmp_path / "none.py").write_text("")
     done = subprocess.run([*launch, "none.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stderr == (
