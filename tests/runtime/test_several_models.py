@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,3 +173,24 @@ def test_two_models_in_one_graph(stage: int) -> None:
     expected = both_in_one_graph(None, list(range(WORLD)))
     for rank, got in enumerate(ranks(WORLD).run(both_on_rank, stage)):
         same_tensors(got, expected, 1e-9, f"on rank {rank}")
+
+
+def plan_beside_an_open_run() -> str:
+    """Tracing a model on fake tensors meets the hooks of the other one, which look at addresses."""
+    batch = torch.zeros(4, 11, dtype=torch.int64)
+    first, second = models.build("gpt"), models.build("gpt")
+    open_run = zs.shard(first, torch.optim.AdamW(first.parameters()), stage=3)
+    first(batch).backward()
+    planned: dict[str, Any] = {"stage": 3, "recompute": True, "offload": None, "batch": batch}
+    run = zs.shard(second, torch.optim.AdamW(second.parameters()), limit="64MiB", **planned)
+    second(batch).backward()
+    assert run.plan is not None
+    run.close()
+    open_run.close()
+    return str(run.plan.chosen.settings)
+
+
+def test_a_model_is_planned_beside_an_open_run() -> None:
+    one, other = ranks(2).run(plan_beside_an_open_run)
+    assert one == other
+    assert one

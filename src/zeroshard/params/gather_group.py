@@ -35,6 +35,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm import GatherRequest, GatherTargets, Transport, TransportBuffer, Work
 from zeroshard.compress import Codec, Delta
@@ -86,6 +87,8 @@ class BufferPool:
 
     def lender_of(self, tensor: Tensor) -> GatherGroup | None:
         """The gather group in whose lent buffer the tensor lies."""
+        if not self.lent or isinstance(tensor, FakeTensor):  # which has no address: another model is traced
+            return None
         try:
             owner = self.lent.get(tensor.untyped_storage().data_ptr())
         except RuntimeError:  # a wrapper without memory of its own, such as the DTensor of another unit
