@@ -15,6 +15,7 @@ from torch.autograd import functional
 
 import zeroshard as zs
 from zeroshard.runtime import asked_gradients
+from zeroshard.runtime.runtime import CheckedBackward
 from zeroshard.runtime.wrapper_words import note
 from zeroshard.testing import ranks
 
@@ -152,16 +153,18 @@ def test_it_is_so_on_two_ranks(stage: int) -> None:
 def test_a_step_pays_one_call_and_torch_has_its_own_back() -> None:
     own, (model, run) = torch.autograd._engine_run_backward, sharded(2)  # type: ignore[attr-defined]
     (other, another), looked = sharded(3), []
-    refuse, asked_gradients._refuse = asked_gradients._refuse, lambda *_: looked.append(1)
+    checked = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    assert isinstance(checked, CheckedBackward)
+    refuse, checked._looks = checked._looks, lambda *_: looked.append(1)
     try:
         loss(model).backward()
         assert looked == []
         torch.autograd.grad(penalty(other), params(other))
         assert looked == [1]
     finally:
-        asked_gradients._refuse = refuse
+        checked._looks = refuse
     run.close()
-    assert isinstance(torch.autograd._engine_run_backward, asked_gradients._Checked)  # type: ignore[attr-defined]
+    assert torch.autograd._engine_run_backward is checked  # type: ignore[attr-defined]
     another.close()
     left = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     assert left is own or asked_gradients._watched  # of runs that other tests have left open

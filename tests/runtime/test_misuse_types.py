@@ -248,13 +248,17 @@ def test_a_pattern_to_keep_that_names_nothing() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_that_names_its_inputs(stage: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Torch skips inputs that it cannot reach without a word; the step says it, once."""
+    """Torch skips inputs that it cannot reach without a word: parameters are refused, and after a backward
+    to something else the step says, once, that it has no gradient."""
     model = nn.Linear(3, 1)
     optimizer = AdamW(model.parameters())
     run = zs.shard(model, optimizer, stage=stage)
+    with pytest.raises(zs.StateError, match=r"backward\(inputs=\.\.\.\) asks for the gradient of `weight`"):
+        model(torch.ones(2, 3)).sum().backward(inputs=list(model.parameters()))
     with caplog.at_level(logging.WARNING, "zeroshard"):
         for _ in range(2):
-            model(torch.ones(2, 3)).sum().backward(inputs=list(model.parameters()))
+            batch = torch.ones(2, 3, requires_grad=True)
+            model(batch).sum().backward(inputs=[batch])
             optimizer.step()
         assert [record.message.partition(": since")[0] for record in caplog.records] == [
             "rank 0: optimizer.step() without a gradient"

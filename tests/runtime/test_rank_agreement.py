@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import zeroshard as zs
+from zeroshard.extend import register_host_update
 from zeroshard.testing import ranks
 
 pytestmark = pytest.mark.ranks
@@ -35,6 +36,17 @@ def plain(model: nn.Module | None = None, **options: Any) -> Given:
 def with_optimizer(make: Callable[[nn.Module], Optimizer | list[Optimizer]]) -> Given:
     model = net()
     return model, make(model), {}
+
+
+def own_optimizer(update: str = "") -> Given:
+    """A class of the user's, which is registered as one that the host updates, or not."""
+
+    class Own(SGD):
+        pass
+
+    if update:
+        register_host_update(Own, update)
+    return with_optimizer(lambda model: Own(model.parameters(), lr=1e-3))
 
 
 def with_group(**changes: Any) -> Given:
@@ -114,6 +126,10 @@ DIFFERENCES: dict[str, tuple[Callable[[], Given], Callable[[], Given], str]] = {
     "no optimizer": (
         plain, lambda: (net(), None, {}),
         "the optimizer: optimizer 0 is AdamW on {most} and missing on {last}.",
+    ),
+    "registered update": (
+        own_optimizer, lambda: own_optimizer("sgd"),
+        "the optimizer: the host's update of optimizer 0 is missing on {most} and SgdRows on {last}.",
     ),
     "learning rate": (
         plain, lambda: with_optimizer(lambda m: AdamW(m.parameters(), lr=0.5)),

@@ -20,7 +20,7 @@ from zeroshard.comm import Transport
 from zeroshard.comm.diagnosis.exits import describe as line_of
 from zeroshard.comm.refusal import raise_together, told_of
 from zeroshard.errors import RankError
-from zeroshard.kernels import host_update_of
+from zeroshard.kernels import host_update_of, is_registered
 from zeroshard.options import Options
 
 _ADVICE = {
@@ -47,9 +47,9 @@ def describe(
     names = {id(p): n for n, p in model.named_parameters()}
     groups = {}
     for number, optimizer in enumerate(optimizers):
-        update = host_update_of(optimizer)
-        known = "" if update is None else f", updated on the host by {update.__name__}"
-        groups[f"optimizer {number}"] = type(optimizer).__name__ + known
+        groups[f"optimizer {number}"] = type(optimizer).__name__
+        if is_registered(optimizer) and (update := host_update_of(optimizer)) is not None:
+            groups[f"the host's update of optimizer {number}"] = update.__name__
         for index, group in enumerate(optimizer.param_groups):
             where = f"optimizer {number} group {index}"
             held = [names.get(id(p), "?") for p in group["params"]]
