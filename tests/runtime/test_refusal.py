@@ -64,7 +64,7 @@ def on_two_devices() -> tuple[Any, Any, dict[str, Any]]:
     def devices(_: nn.Module) -> set[torch.device]:
         return {torch.device("cpu"), torch.device("cuda", 0)}
 
-    patch("zeroshard.runtime.admission._devices", devices).start()
+    patch("zeroshard.runtime.admission.devices_of", devices).start()
     return model, optimizer, {}
 
 
