@@ -63,7 +63,7 @@ def test_a_run_has_transfer_workers_and_no_thread_that_wants_the_interpreter() -
     until(lambda: transfer_workers() == before + 4)
     model(batch(0, 0)).backward()
     optimizer.step()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     assert mail_of(run).copies.native
     run.close()
     run.close()

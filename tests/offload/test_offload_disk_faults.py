@@ -299,7 +299,7 @@ def test_a_run_that_cannot_be_built_leaves_no_thread_and_can_be_tried_again(
     before = set(threading.enumerate())
     with pytest.raises(zs.ModelError, match=r"`weight` is on the meta device"):
         zs.shard(model, optimizer, offload=on_disk(disk_folder), clip_norm=1.0)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
     def fill(module: torch.nn.Module) -> None:
         for tensor in module._parameters.values():

@@ -68,7 +68,7 @@ def many_steps(stage: int, transport: str, steps: int) -> tuple[dict[str, int], 
         schedule.step()
         optimizer.zero_grad()
 
-    _repeat(train, 50)
+    _repeat(train, 300)  # until what allocators and dispatchers keep has settled
     with torch.no_grad():
         model(batch)
     before = counts()

@@ -61,7 +61,7 @@ def offloaded_step(offload: zs.Offload | None, tensors: int) -> int:
 
     for _ in range(4):
         step()
-    calls = calls_of(step)
+    calls = min(calls_of(step) for _ in range(3))  # a step may have to look for the host's end more than once
     run.close()
     return calls
 

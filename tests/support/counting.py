@@ -3,6 +3,7 @@ however busy."""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -19,19 +20,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def calls_of(function: Callable[[], object]) -> int:
-    """How many functions are called, those of C among them, on this thread."""
-    count = 0
+    """How many functions are called, those of C among them, on this thread. What is collected meanwhile, of
+    whoever ran before, is not counted."""
+    count, collects = 0, gc.isenabled()
 
     def heard(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.disable()
     sys.setprofile(heard)
     try:
         function()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return count
 
 
