@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 
-from zeroshard.compress import Codec, Compression, MeanCodec, Rows
+from zeroshard.compress import Codec, Compression, Delta, MeanCodec, Rows
 from zeroshard.options import DTYPE_BYTES, Options, Precision, bucket_limit, codec_for, gather_codec
 from zeroshard.sync_policies import Local, choices_of, delays
 
@@ -199,20 +199,20 @@ class DividedTensors:
     - `dtypes`: compute and master dtype. `grad_dtypes`: what travels of its gradient, and what `p.grad` is.
     - `owner_runs`: see `layout.owner_runs`, of the weights of one unit.
 
-    And `bundles`: what is gathered together, before it is decided where it rests."""
+    And `groups`: what is gathered together, before it is decided where it rests."""
 
     slots: dict[str, ShardSpec]
     trainable: dict[str, ParamSpec]
     dtypes: dict[str, tuple[str, str]]
     grad_dtypes: dict[str, tuple[str, str]]
     owner_runs: dict[str, int]
-    bundles: list[GatherGroupSpec]
+    groups: list[GatherGroupSpec]
 
 
 def divided(
     units: Sequence[UnitSpec], options: Options, world: int, rules: Sequence[OptimizerRule]
 ) -> DividedTensors:
-    """Divides every parameter among the ranks, and bundles those that are gathered together."""
+    """Divides every parameter among the ranks, and groups those that are gathered together."""
     owned = [(w, unit.name) for unit in units for w in unit.weights]
     whole = {
         w.name
@@ -228,7 +228,7 @@ def divided(
         dtypes=dtypes,
         grad_dtypes=grad_dtypes,
         owner_runs=owner_runs((w.name, unit) for w, unit in trainable),
-        bundles=[one for unit in units for one in _bundles(unit, slots, dtypes, options, world)],
+        groups=[one for unit in units for one in _groups_of(unit, slots, dtypes, options, world)],
     )
 
 
@@ -252,7 +252,7 @@ def _dtypes(weights: Sequence[ParamSpec], precision: Precision | None) -> tuple[
     return dtypes, grad_dtypes
 
 
-def _bundles(
+def _groups_of(
     unit: UnitSpec, slots: Mapping[str, ShardSpec], dtypes: Dtypes, options: Options, world: int
 ) -> Iterator[GatherGroupSpec]:
     """What is gathered together of one unit: weights of the same dtypes and codec."""
@@ -329,14 +329,18 @@ class ModelLayout(ABC):
     @cached_property
     def unit_gathers(self) -> UnitGathers:
         """How a step gathers the units: into which buffers, and in which order."""
-        sizes = {unit.name: Sizes() for unit in self.units}
-        for gather_group in self.gather_groups:
-            if not gather_group.keeps:
-                sizes[gather_group.unit][gather_group.pack.full, gather_group.compute] += 1
-        streamed = any(gather_group.rows != "device" for gather_group in self.gather_groups)
+        sizes, stages = ({unit.name: Sizes() for unit in self.units} for _ in range(2))
+        for group in self.gather_groups:
+            if not group.keeps:
+                sizes[group.unit][group.pack.full, group.compute] += 1
+            if group.codec is not None and not isinstance(group.codec, Delta):
+                stages[group.unit][sum(group.codes), "uint8"] += 1
+        streamed = any(group.rows != "device" for group in self.gather_groups)
         unused = {u.name for u in self.units if any(w.trainable and not w.used for w in u.weights)}
         return UnitGathers(
             sizes=sizes,
+            stages=stages,
+            at_once=self.traits.overlaps and self.resident,  # all are published at once
             ahead=self.options.prefetch if self.traits.overlaps or streamed else 0,
             visits=self.visits,
             waiting=unused,
@@ -366,28 +370,28 @@ class ModelLayout(ABC):
         places, offload, result = self.places, self.options.offload, []
         splits_masters = offload is not None and offload.master == "split"
         sharded = self.options.shards_params and self.world > 1
-        for bundle in self.tensors.bundles:
-            place = places[bundle.unit or ROOT]
+        for group in self.tensors.groups:
+            place = places[group.unit or ROOT]
             rows, state = place.parameters, place.optimizer
             # On the disk only beside their state, all of them.
             if rows == "disk" and not all(
-                w.trainable and self._kernel(w, bundle.master) for w in bundle.weights
+                w.trainable and self._kernel(w, group.master) for w in group.weights
             ):
                 rows = "host"
-            keeps = rows == "device" and (not sharded or bundle.unit in self.small)
-            decoded = keeps and bundle.codec is not None
-            differs = bundle.master != bundle.compute or rows != "device" or decoded
+            keeps = rows == "device" and (not sharded or group.unit in self.small)
+            decoded = keeps and group.codec is not None
+            differs = group.master != group.compute or rows != "device" or decoded
             # Joined for a chunk at a time: so the optimizers must be element-wise.
             splits = (
                 splits_masters
                 and state == rows == "device"
-                and (bundle.compute, bundle.master) == ("bfloat16", "float32")
-                and all(w.rule < 0 or self.rules[w.rule].by_rows for w in bundle.weights)
+                and (group.compute, group.master) == ("bfloat16", "float32")
+                and all(w.rule < 0 or self.rules[w.rule].by_rows for w in group.weights)
             )
-            width = 2 if splits else WIDTHS[bundle.master]
+            width = 2 if splits else WIDTHS[group.master]
             own = width if differs and state == "device" else 0
             result.append(
-                replace(bundle, keeps=keeps, rows=rows, state=state, splits=splits, master_width=own)
+                replace(group, keeps=keeps, rows=rows, state=state, splits=splits, master_width=own)
             )
         return result
 

@@ -16,7 +16,6 @@ from functools import cached_property
 from itertools import accumulate
 
 from zeroshard.compress import Delta
-from zeroshard.compress.base import padded
 from zeroshard.options import Options
 
 from .division import ModelLayout, gradients_of
@@ -30,7 +29,7 @@ from .placement import (
     UnitDemand,
     arrange,
 )
-from .prefetch import Sizes, most_lent, staging_bytes
+from .prefetch import staging_bytes
 from .specs import (
     BLOCKS,
     GRAIN,
@@ -152,7 +151,7 @@ class MemoryModel(ModelLayout):
         made.__dict__.update(tensors=self.tensors, small=self.small)
         return made
 
-    def bundled_as(self, options: Options) -> MemoryModel:
+    def grouped_as(self, options: Options) -> MemoryModel:
         """Other options that divide and gather group tensors in the same way."""
         made = replace(self, options=options)
         made.__dict__.update(tensors=self.tensors)
@@ -160,7 +159,7 @@ class MemoryModel(ModelLayout):
 
     def reducing(self, options: Options, behind: bool) -> MemoryModel:
         """The same division with gradients that travel otherwise; `behind`: that may land a step late."""
-        made = self.bundled_as(options)
+        made = self.grouped_as(options)
         made.__dict__.update(parts=self.parts, behind=behind)
         return made
 
@@ -168,7 +167,7 @@ class MemoryModel(ModelLayout):
         """The same ``auto`` with another share of the device."""
         offload = self.options.offload
         assert offload is not None
-        made = self.bundled_as(replace(self.options, offload=replace(offload, device_bytes=device_bytes)))
+        made = self.grouped_as(replace(self.options, offload=replace(offload, device_bytes=device_bytes)))
         made.__dict__["demands"] = self.demands
         return made
 
@@ -186,7 +185,7 @@ def _weights(setup: MemoryModel) -> BufferBytes:
         numel = pack.full if gather_group.keeps else pack.body(rank)
         codes = 0
         if codec is not None:  # its own code, those for its node, and what all ranks believe
-            codes = sum(padded(codec.wire_bytes(pack.body(r))) for r in (rank, *others))
+            codes = sum(gather_group.codes[r] for r in (rank, *others))
             codes += 4 * sum(map(pack.body, range(world))) if isinstance(codec, Delta) else 0
         elif not gather_group.keeps:
             numel += sum(map(pack.body, others))
@@ -305,20 +304,11 @@ def _torch_state(setup: MemoryModel, host: bool) -> Counter[str]:
 
 
 def gathered(setup: MemoryModel) -> int:
-    """Bytes of the pool's buffers after a training step; see `lending`."""
-    stages, scratches = {unit.name: Sizes() for unit in setup.units}, set[int]()
-    changes = list[int]()
-    for gather_group in setup.gather_groups:
-        if gather_group.codec is not None:
-            codec, bodies = gather_group.codec, [gather_group.pack.body(rank) for rank in range(setup.world)]
-            stage = sum(padded(codec.wire_bytes(numel)) for numel in bodies)
-            if isinstance(codec, Delta):
-                changes.append(stage)
-            else:
-                stages[gather_group.unit][stage, "uint8"] += 1
-            scratches.add(max(bodies))
-    at_once = setup.traits.overlaps and setup.resident  # all are published at once
-    most = most_lent(setup.unit_gathers, stages, at_once)
+    """Bytes of the pool's buffers after a training step; see `prefetch`."""
+    coded = [group for group in setup.gather_groups if group.codec is not None]
+    changes = [sum(group.codes) for group in coded if isinstance(group.codec, Delta)]
+    scratches = {max(map(group.pack.body, range(setup.world))) for group in coded}
+    most = setup.unit_gathers.lent.most
     lasting = sum(number * numel * WIDTHS[dtype] for (numel, dtype), number in most.items())
     # Changes arrive all at once, or, where gathers do not overlap, one after another in the same memory.
     arriving = sum(changes if setup.traits.overlaps else set(changes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .sharding import aligned
 
@@ -39,47 +40,51 @@ class UnitGathers:
 
     - `sizes`: what every unit gathers, the root first, in the order in which they are registered; nothing
       where it is always whole. `ahead`: how many units are gathered ahead of use.
+    - `stages`: where the codes of every unit arrive meanwhile; `at_once`: those of all units together.
     - `visits`: in the order of forward; where there are none, every unit once, as they are registered.
     - `waiting`: units that never have all of their gradients. `frozen`: those that wait for none.
       `recomputed`: those that compute again in backward.
     """
 
     sizes: Mapping[str, Sizes]
+    stages: Mapping[str, Sizes]
+    at_once: bool
     ahead: int
     visits: Sequence[UnitVisit] = ()
     waiting: Container[str] = ()
     frozen: Container[str] = ()
     recomputed: Container[str] = ()
 
+    @cached_property
+    def lent(self) -> LentBuffers:
+        """What a step borrows, found by following it."""
+        lending = _Lending(self)
+        if self.at_once:
+            for name in self.sizes:
+                lending.arriving.take(name)
+            for name in self.sizes:
+                lending.arriving.give(name)
+        lending.forward()
+        lending.backward()
+        return LentBuffers(lending.most, lending.lent.times)
 
-def most_lent(gathers: UnitGathers, stages: Mapping[str, Sizes], at_once: bool = False) -> Sizes:
-    """The most buffers of each size. `stages`: where the codes of every unit arrive meanwhile; `at_once`:
-    those of all units together."""
-    lending = _Lending(gathers, stages)
-    if at_once:
-        for name in gathers.sizes:
-            lending.arriving.take(name)
-        for name in gathers.sizes:
-            lending.arriving.give(name)
-    lending.forward()
-    lending.backward()
-    return lending.most
 
+@dataclass(frozen=True)
+class LentBuffers:
+    """What a step borrows: the `most` buffers of each size at one time, and how many `times` it gathers each
+    unit."""
 
-def times_gathered(gathers: UnitGathers) -> Counter[str]:
-    """How often a step gathers each unit."""
-    lending = _Lending(gathers, {name: Sizes() for name in gathers.sizes})
-    lending.forward()
-    lending.backward()
-    return lending.lent.times
+    most: Sizes
+    times: Counter[str]
 
 
 class _Lending:
     """One step, as `runtime` makes it."""
 
-    def __init__(self, gathers: UnitGathers, stages: Mapping[str, Sizes]) -> None:
+    def __init__(self, gathers: UnitGathers) -> None:
         self.most = Sizes()
-        self.lent, self.arriving = _HeldSizes(gathers.sizes, self.most), _HeldSizes(stages, self.most)
+        self.lent = _HeldSizes(gathers.sizes, self.most)
+        self.arriving = _HeldSizes(gathers.stages, self.most)
         self._gathers, self._sizes, self._ahead = gathers, gathers.sizes, gathers.ahead
         self._root, *others = gathers.sizes
         self._visits = gathers.visits or [UnitVisit(name, 1, (name,)) for name in others]

@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from zeroshard.compress.base import padded
 from zeroshard.options import DTYPE_BYTES
 
 from .placement import Rest
@@ -196,6 +197,13 @@ class GatherGroupSpec:
     def key(self) -> str:
         """Its name in a run, the same on all ranks."""
         return f"{self.unit or ROOT}/{self.number}"
+
+    @cached_property
+    def codes(self) -> list[int]:
+        """Bytes of the code that each rank's rows travel as; none without a codec."""
+        if self.codec is None:
+            return []
+        return [padded(self.codec.wire_bytes(self.pack.body(rank))) for rank in range(self.pack.world)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from zeroshard.sync_policies import Local, choices_of
 
 from .codes import wire_bytes
 from .division import ALONE, ModelLayout
-from .prefetch import times_gathered
 from .sharding import PackLayout, ShardSpec, buckets, slots_for
 from .specs import WIDTHS, BucketSpec, BufferBytes, GatherGroupSpec
 
@@ -37,18 +36,15 @@ class SentBytes:
     def add(self, kind: str, size: int, all_to_all: bool = False, cached: bool = False) -> None:
         """An exchange of `size` bytes among all ranks; `cached`: the node has what comes from others."""
         if self.levels and not all_to_all:
-            inside = size * (self.each - 1) // self.each
             between = 0 if cached else size * (self.world // self.each - 1) // self.world
-            self._count(kind, inside + between, between)
-            return
-        between = size * (self.world - self.each) // self.world
-        self._count(kind, size * (self.world - 1) // self.world, between)
-        self.reductions += between if all_to_all else 0
-
-    def _count(self, kind: str, total: int, between: int) -> None:
+            total = size * (self.each - 1) // self.each + between
+        else:
+            between = size * (self.world - self.each) // self.world
+            total = size * (self.world - 1) // self.world
         self.total[kind] = self.total.get(kind, 0) + total
         if self.each < self.world:
             self.between[kind] = self.between.get(kind, 0) + between
+        self.reductions += between if all_to_all else 0
 
     def through_port(self, rings: bool) -> int:
         """Bytes that take this rank's share of its node's port. Where one library joins all ranks in `rings`,
@@ -78,7 +74,7 @@ def sent_by_rank(setup: ModelLayout, ranks_per_node: int | None = None, passes: 
             sent.add("reduce", _travels(bucket, bucket.landed), isinstance(bucket.codec, Codec))
     if setup.options.stage == 0:
         return sent
-    times = Counter[str]() if setup.resident else times_gathered(setup.unit_gathers)
+    times = Counter[str]() if setup.resident else setup.unit_gathers.lent.times
     for gather_group in setup.gather_groups:
         size = _gathered(setup, gather_group)
         if gather_group.keeps:

@@ -351,6 +351,10 @@ class LiveBytes:
         weakref.finalize(storage, self._part, storage._cdata)
         return True
 
+    def count(self, nbytes: int) -> None:
+        """So much more lives that no storage stands for."""
+        self.bytes += nbytes
+
     def _part(self, key: int) -> None:
         self.bytes -= self._known.pop(key, 0)
 
@@ -476,7 +480,7 @@ class MemoryMeter(TorchDispatchMode):
             if isinstance(tensor, Tensor) and self.alive.meet(tensor.untyped_storage()):
                 self._rise(self.alive.bytes)
         if self._gpu and (passing := workspace(func, args)):
-            self.alive.bytes += passing
+            self.alive.count(passing)
             self._rise(self.alive.bytes)
-            self.alive.bytes -= passing
+            self.alive.count(-passing)
         return result

@@ -167,7 +167,7 @@ class PlanningProblem:
             none = replace(base, offload=replace(offload, device_bytes=0))
             known = self.setups[base, self.world] = self.setup(none).within(offload.device_bytes)
         if known is None:
-            # Tensors are divided and bundled alike whatever is on the host, and in buckets of any size.
+            # Tensors are divided and gathered alike whatever is on the host, and in buckets of any size.
             stage: Stage = 3 if base.stage else 0
             alike = Options(stage=stage, split=base.split, precision=base.precision, gather=base.gather)
             kin = self.setups.get((alike, self.world))
@@ -181,7 +181,7 @@ class PlanningProblem:
                     visits=self.step.visits,
                 )
                 kin = self.setups[alike, self.world] = heaviest(made)
-            known = self.setups[base, self.world] = kin.bundled_as(base)
+            known = self.setups[base, self.world] = kin.grouped_as(base)
         return known.recomputing(options.recompute) if options.recompute else known
 
     def segments(self, options: Options) -> tuple[StepSegment, ...]:

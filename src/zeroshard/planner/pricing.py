@@ -45,7 +45,8 @@ def seconds_of(
     compute = sum(computed) + (coding := _coding(setup, machine))
     exchange = _exchange(setup, machine, sent)
     gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
-    alone = exchange if not setup.traits.overlaps else 0.0 if _ahead(setup) else exchange * gathers
+    announced = setup.options.prefetch > 0 or setup.resident
+    alone = exchange if not setup.traits.overlaps else 0.0 if announced else exchange * gathers
     # Stage 0: sums go back to all ranks beside backward; as codes, when it is over. Between GPUs each can be
     # updated as soon as it is back.
     whole = setup.reduces and setup.options.stage == 0
@@ -55,20 +56,21 @@ def seconds_of(
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
     beside = {"compute": compute, "exchange": exchange - alone}
     held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.gather_groups), default=4)
-    touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
+    each, widened = _touched(setup, width)
+    touched = {rest: count * each for rest, count in held.items()}
     last = awaited = 0.0  # what comes after all that runs side by side; for what the next forward waits
     if touched["device"]:
         parts["update"] = touched["device"] / (machine.update_rate or machine.memory_rate)
-        parts["update"] += held["device"] * _widened(setup, width) / machine.memory_rate
+        parts["update"] += held["device"] * widened / machine.memory_rate
         # Behind both; the host goes on with its own updates meanwhile.
         beside = {what: taken + parts["update"] for what, taken in beside.items()}
-    away, each = held["host"] + held["disk"], sent.each
+    away = held["host"] + held["disk"]
     streams = [b.pack.body(setup.rank) for b in setup.gather_groups if b.rows != "device"]
     if away or streams:
         # Gradients go out while weights come in; streamed weights come in twice more, forward and backward.
         parts["copies"] = beside["copies"] = (away + 2 * sum(streams)) * width / machine.pcie
     if away:
-        update = (touched["host"] + touched["disk"]) * each / machine.host_rate
+        update = (touched["host"] + touched["disk"]) * sent.each / machine.host_rate
         parts["host update"] = update
         if setup.parts and all(part.native for part in setup.parts):
             # Between its last update and the next gradient the host waits for the root.
@@ -79,7 +81,7 @@ def seconds_of(
         else:
             last += update
     if held["disk"]:
-        parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
+        parts["disk"] = beside["disk"] = 2 * setup.held.disk * sent.each / machine.disk_rate
     if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
         beside_it = parts["host update"] if "host update" in beside else 0.0
         launched = _launched(setup, segments, machine, computed[1], beside_it)
@@ -216,10 +218,6 @@ def _slowness(codec: Codec, gpu: bool) -> tuple[float, float]:
     return inner.slower_on_gpu if gpu else inner.slower_on_cpu
 
 
-def _ahead(setup: MemoryModel) -> bool:
-    return setup.options.prefetch > 0 or setup.resident
-
-
 def _latency(setup: MemoryModel, machine: Machine) -> float:
     """What a step's exchanges take beside their bytes, one after another: what small buckets cost. NCCL
     passes shards on along a ring through all devices of all nodes; the ranks of other transports are as deep
@@ -247,15 +245,10 @@ def _held(setup: MemoryModel) -> dict[str, int]:
     return held
 
 
-def _touched(setup: MemoryModel, width: int) -> int:
-    """Bytes that an update reads and writes for each element: master, moments, gradient, weight."""
+def _touched(setup: MemoryModel, width: int) -> tuple[int, int]:
+    """Bytes that an update reads and writes for each element: master, moments, gradient, weight. And those
+    that it does on the device beside: torch's own step needs the gradient in the master's dtype, written and
+    read, and reads the master again to make the weight."""
     master = max((WIDTHS[b.master] for b in setup.gather_groups), default=4)
     moments = max((rule.moments for rule in setup.rules), default=0)
-    return 2 * master * (1 + moments) + 2 * width
-
-
-def _widened(setup: MemoryModel, width: int) -> int:
-    """Bytes for each element on the device beside that: torch's own step needs the gradient in the master's
-    dtype, written and read, and reads the master again to make the weight."""
-    master = max((WIDTHS[b.master] for b in setup.gather_groups), default=4)
-    return 3 * master if width < master else 0
+    return 2 * master * (1 + moments) + 2 * width, 3 * master if width < master else 0
