@@ -1,6 +1,8 @@
 """Runs under limits that only just fit, several at a time on one GPU: none may end out of memory.
 
     python benchmarks/gpu/limits.py --seconds 560      # as many of the sixty as fit; again: the rest
+    python benchmarks/gpu/limits.py --choose limits-of-h200.json   # on any machine: the limits, and no run
+    python benchmarks/gpu/limits.py --chosen limits-of-h200.json --seconds 560
     python benchmarks/gpu/limits.py --device cpu --models tiny --limits 3 --together 1
 
 Ten limits for each of three models (a Llama-shaped one, GPT-2 and Qwen2 of transformers, from their configs),
@@ -165,6 +167,8 @@ def main():
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--models", nargs="+", default=["llama", "gpt2", "qwen2"], choices=list(MODELS))
     parser.add_argument("--limits", type=int, default=10, help="for each model and allocator")
+    parser.add_argument("--choose", type=Path, help="write the limits of each model there, and end")
+    parser.add_argument("--chosen", type=Path, help="take them from there: choosing them takes minutes")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--together", type=int, default=5)
     parser.add_argument("--room-gib", type=float, default=120.0, help="of the GPU, for all together")
@@ -176,6 +180,10 @@ def main():
     if args.child:
         child(args)
         return 0
+    if args.choose:
+        args.choose.write_text(json.dumps({name: limits_of(name, args) for name in args.models}) + "\n")
+        return 0
+    chosen = json.loads(args.chosen.read_text()) if args.chosen else {}
     begun, now = time.monotonic(), commit()
     known = json.loads(args.out.read_text()) if args.out.exists() else []
     rows = [row for row in known if row["commit"] == now]
@@ -184,7 +192,7 @@ def main():
     cases = [
         {"model": name, "allocator": allocator, "limit": limit, "commit": now, "torch": version("torch")}
         for name in args.models
-        for limit in limits_of(name, args)
+        for limit in chosen.get(name) or limits_of(name, args)
         for allocator in (ALLOCATORS if args.device == "cuda" else ["default"])
     ]
 
