@@ -79,6 +79,25 @@ def test_a_margin_is_kept_for_the_settings_of_the_allocator(
         assert measure.here(cpu).margin == then
 
 
+@pytest.mark.parametrize(
+    ("settings", "then"),
+    [
+        ("", "max_split_size_mb:1073741824"),
+        ("garbage_collection_threshold:0.8", "garbage_collection_threshold:0.8,max_split_size_mb:1073741824"),
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:64", None),
+    ],
+)
+def test_settings_of_the_user_stay(settings: str, then: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit the allocator divides no large blocks, beside what it was told; and does so again after."""
+    changed = list[str]()
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changed.append, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    plan_guard._divide_large_blocks(True)
+    assert changed == ([] if then is None else [then])
+
+
 def test_the_plan_says_whose_margin_it_is() -> None:
     own = machine(
         "H100", margin=0.021, workspace=2**20, source="measured", allocator="expandable_segments:True"
