@@ -31,11 +31,8 @@ from zeroshard.machine import Machine
 from zeroshard.planner.operations import OperationCost
 from zeroshard.tiers import pinned
 
-FORMAT = 11
+FORMAT = 10
 MOST_MARGIN = 0.2  # of what is asked: more than that is not the allocator's
-# And what it is at least with expandable segments, whose pages of 20 MiB are not all full where gradients
-# wait among what comes and goes: three models took up to 6.6 % under limits, a stack of blocks 1.5 %.
-LEAST_EXPANDABLE = 0.08
 GOES = 4  # at what other programs make slower
 PLACES = 4  # of staging memory: as many parts are in hand
 
@@ -467,5 +464,4 @@ def _allocator(device: torch.device) -> tuple[float, int]:
         optimizer.zero_grad()
     asked = torch.cuda.max_memory_allocated(device) - resting[0]
     reserved = torch.cuda.max_memory_reserved(device) - resting[1]
-    least = LEAST_EXPANDABLE if "expandable_segments:True" in allocator_settings() else 0.0
-    return max(reserved / max(asked, 1) - 1.0, least), workspace
+    return max(reserved / max(asked, 1) - 1.0, 0.0), workspace
