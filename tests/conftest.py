@@ -116,6 +116,8 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
         _BESIDE.add(pid)
     else:
         number = 0
+    if any(item.path.parent.name == "integrations" for item in session.items):
+        start_forked_ranks(session)
     if session.config.getoption("sessions") > 1:
         ranks, first = LAYERS.index("ranks"), number == 1
         session.items.sort(
@@ -125,6 +127,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
             )
         )
     result = yield
+    count_spent("")  # before the other sessions have ended, whose seconds are then this process's too
     while _BESIDE:
         pid = _BESIDE.pop()
         session.testsfailed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
@@ -142,6 +145,18 @@ def become_session(session: pytest.Session, number: int) -> None:
     os.close(log)
     capture.start_global_capturing()
     capture.suspend_global_capture()
+
+
+def start_forked_ranks(session: pytest.Session) -> None:
+    """The server that ranks of front ends are forked from, while nothing has run yet. What they write is
+    captured like all else."""
+    import forked_ranks
+
+    if forked_ranks.POSSIBLE:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        forked_ranks.SERVER.start()
+        capture.suspend_global_capture()
 
 
 def taken(item: pytest.Item) -> bool:
