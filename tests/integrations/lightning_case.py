@@ -427,7 +427,10 @@ def looped(
         last = number % 2 == 1
         with fabric.no_backward_sync(model, enabled=not last):
             loss = model.loss(*batch) if last else nn.functional.mse_loss(model(batch[0]), batch[1])
-            fabric.backward(loss)
+            if last and precision == "32-true":
+                loss.backward()  # which Fabric allows where neither strategy nor precision scales losses
+            else:
+                fabric.backward(loss)
         losses.append(loss.item())
         if last:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5))
@@ -523,6 +526,11 @@ def _unpaired(folder: str) -> None:
     fabric.backward(model(torch.ones(1, 2)).sum())
 
 
+def _unpaired_alone(folder: str) -> None:
+    _, model = _paired(False)
+    model(torch.ones(1, 2)).sum().backward()
+
+
 def _loop_clips(**how: float) -> None:
     fabric, plain = fabric_of({"stage": 2, "clip_norm": 1.0}), nn.Linear(2, 1)
     model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
@@ -550,6 +558,7 @@ MISUSES = {
     "elsewhere": _elsewhere,
     "not Trainer's": _not_trainers,
     "unpaired": _unpaired,
+    "unpaired, alone": _unpaired_alone,
     "paired twice": lambda folder: _paired(True),
     "loop clips": lambda folder: _loop_clips(max_norm=2.0),
     "loop clips by value": lambda folder: _loop_clips(clip_val=2.0),

@@ -234,6 +234,7 @@ def test_several_models_of_fabric_in_one_checkpoint(pool: Ranks, tmp_path: Path)
         ("elsewhere", "s3://somewhere/x.ckpt: each rank writes its rows into a folder that all ranks see"),
         ("not Trainer's", "was not saved by Trainer, which goes on from its own checkpoints only"),
         ("unpaired", "StateError: Linear was set up without its optimizer, so nothing is sharded"),
+        ("unpaired, alone", "StateError: Linear was set up without its optimizer, so nothing is sharded"),
         ("paired twice", "ModelError: this SGD has no parameters of a model that waits for its optimizer"),
         ("loop clips", "OptionError: clip_gradients(…, max_norm=2.0, norm_type=2.0) does not agree with"),
         ("loop clips by value", "OptionError: clip_gradients(…, clip_val=) has no gradients to clip"),
