@@ -6,11 +6,14 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -124,6 +127,8 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
                 item.path.stem not in LONG,
             )
         )
+    if any(layer_of(item) >= LAYERS.index("ranks") for item in session.items):
+        start_fork_server(session.config.pluginmanager.getplugin("capturemanager"))
     result = yield
     while _BESIDE:
         pid = _BESIDE.pop()
@@ -142,6 +147,32 @@ def become_session(session: pytest.Session, number: int) -> None:
     os.close(log)
     capture.start_global_capturing()
     capture.suspend_global_capture()
+
+
+def start_fork_server(capture: Any) -> None:
+    """Let the server that ranks are forked from be a fork of this session, which has imported by now what all
+    of its tests need: torch, and the libraries of front ends. Multiprocessing would start one that imports
+    torch again, and each rank would import the rest."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    resource_tracker.ensure_running()
+    # What ranks print belongs to the test that runs then.
+    capture.resume_global_capture()
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        until, alive = os.pipe()  # the server ends when this session does
+        if (pid := os.fork()) == 0:
+            os.close(alive)
+            _BESIDE.clear()
+            try:
+                forkserver.main(listener.fileno(), until, [])
+            finally:
+                os._exit(0)
+        os.close(until)
+    capture.suspend_global_capture()
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, pid
 
 
 def taken(item: pytest.Item) -> bool:

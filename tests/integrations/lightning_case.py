@@ -19,6 +19,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     LearningRateMonitor,
@@ -30,6 +31,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -270,6 +272,39 @@ def by_hand(options: Plain | None) -> Outcome:
     trainer_of(options).fit(model, data(24))
     stage = run.options.stage if (run := zsl.run_of(model)) is not None else None
     return Outcome(model.losses, whole(model), {}, stage)
+
+
+class Thaws(BaseFinetuning):
+    """Freezes the body, and trains it from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.body)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.body, optimizer)
+
+
+def finetuned(options: Plain | None, batch: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Net()
+    model.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
+    trainer_of(options, callbacks=[Thaws()], max_epochs=3).fit(model, data(24, batch=batch))
+    return model.losses, whole(model)
+
+
+def rate_found(options: Plain | None, folder: str) -> tuple[list[float], float, list[str]]:
+    """Lightning's tuner, which goes back to a checkpoint of its own; then a training."""
+    torch.manual_seed(0)
+    model = Net()
+    model.lr = 1e-2
+    trainer = trainer_of(options, default_root_dir=folder, max_epochs=1)
+    found = Tuner(trainer).lr_find(model, data(64), num_training=9, update_attr=False)
+    trainer.fit(model, data(16))
+    whole(model)
+    return model.losses, found.results["loss"][-1], os.listdir(folder)
 
 
 class First(pl.Callback):
