@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zeroshard.errors import PlanError
-from zeroshard.layout.memory import MemoryModel
+from zeroshard.layout.memory import MemoryModel, StepMoment, StepSegment, peak_of, step_moments
 from zeroshard.layout.specs import BufferBytes
-from zeroshard.layout.timeline import StepMoment, StepSegment, peak_of, step_moments
 from zeroshard.layout.traffic import sent_by_rank
 from zeroshard.options import Options, Stage
 
@@ -245,7 +244,7 @@ def _priced(problem: PlanningProblem, options: Options, segments: tuple[StepSegm
         stage=options.stage,
         placing=placing_of(offload),
         precision=(precision.compute if precision else "as it is") if problem.choices.precisions else "",
-        recompute=sum(setup.recomputes(name) for name in problem.names),
+        recompute=len(setup.recomputed.intersection(problem.names)),
         units=len(problem.names),
         lean=lean,
         device=peak.total,
@@ -329,7 +328,7 @@ def frames_of(problem: PlanningProblem, options: Options) -> list[PictureFrame]:
     moments = moments_of(problem, options)
     if segments:
         forward = [float(s.flops) for s in segments]
-        back = [s.flops * (3.0 if setup.recomputes(s.unit) else 2.0) for s in reversed(segments)]
+        back = [s.flops * (3.0 if s.unit in setup.recomputed else 2.0) for s in reversed(segments)]
     else:
         forward = [float(unit.numel) for unit in setup.units]
         back = [2 * length for length in reversed(forward)]

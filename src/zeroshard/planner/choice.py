@@ -37,7 +37,7 @@ def choose(problem: PlanningProblem) -> Plan:
     uneven = imbalance(problem.setup(problem.way(chosen.stage))) if chosen.stage else 0.0
     return Plan(
         model=problem.model,
-        parameters=problem.parameters,
+        parameters=sum(unit.numel for unit in problem.units),
         ranks=problem.world,
         ranks_per_node=problem.ranks_per_node,
         limit=problem.limits.device,

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 from zeroshard import errors
 from zeroshard.comm import Transport
 from zeroshard.errors import OptionError, PlanError, ZeroShardError
-from zeroshard.layout.memory import MemoryModel, heaviest
+from zeroshard.layout.memory import OUTSIDE, MemoryModel, heaviest
 from zeroshard.layout.specs import OptimizerRule
-from zeroshard.layout.timeline import OUTSIDE
 from zeroshard.machine import machine as find_machine
 from zeroshard.options import Options
 from zeroshard.planner.answer import (
