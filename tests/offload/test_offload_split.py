@@ -11,7 +11,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from offload_loop import OPTIMIZERS, Case, Trained, batch, make_model, offloaded, paced, parts, thirds
+from offload_loop import (
+    OPTIMIZERS,
+    THREE_SPIKES,
+    Case,
+    Trained,
+    batch,
+    make_model,
+    offloaded,
+    paced,
+    parts,
+    thirds,
+)
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -23,7 +34,7 @@ from zeroshard.optim import sharded_optimizer as step_module
 from zeroshard.planner.signatures import blocks_of, rules_of
 from zeroshard.testing import PeakBytes, assert_same_bits, ranks
 
-SHORT = Case(steps=24)  # three spikes, so that clipping is active
+SHORT = Case(steps=THREE_SPIKES)  # so that clipping is active
 SPLIT = zs.Offload(optimizer="device", master="split")
 Options = dict[str, Any]
 
@@ -55,10 +66,10 @@ def check_same(got: Trained, want: Trained) -> None:
 
 CASES = [
     SHORT,
-    Case("momentum", steps=24),
-    Case("rmsprop", steps=24),
-    Case(steps=24, accumulate=2, tied=True),
-    Case(steps=24, skips=True),
+    Case("momentum", steps=THREE_SPIKES),
+    Case("rmsprop", steps=THREE_SPIKES),
+    Case(steps=THREE_SPIKES, accumulate=2, tied=True),
+    Case(steps=THREE_SPIKES, skips=True),
 ]
 
 
