@@ -14,8 +14,8 @@ from plan_models import assert_a_step_holds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.planner.signatures import natures, plain
-from zeroshard.planner.trace import ExampleInputs, Tracer
+from zeroshard.planner.signatures import ExampleInputs, natures, plain
+from zeroshard.planner.trace import Tracer
 
 
 class Block(nn.Module):
