@@ -58,7 +58,7 @@ FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 # A trace hooks fake tensors only, which end with it; what a forward returns is hooked, too, and ends with its
 # graph; a sharded DTensor passes on what it is asked for; a wrapper learns of optimizers by their steps.
 HOOKED = {
-    *("runtime.hooks", "runtime.forward", "planner.trace", "params.dtensor"),
+    *("runtime.hooks", "runtime.forward", "runtime.second_backward", "planner.trace", "params.dtensor"),
     *("parallel.wrapper", "parallel.joining"),
 }
 HOOKS = re.compile(r"_?register_\w*hook\w*")

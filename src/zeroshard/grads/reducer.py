@@ -486,6 +486,15 @@ class Reducer:
         if self.workspace is not None:
             self.workspace.over()
 
+    def land_again(self, params: Iterable[ShardedParam]) -> None:
+        """The one rank has run the backward of these a second time: their buckets leave as they are."""
+        for bucket in dict.fromkeys(self.bucket_of[param] for param in params if param in self.bucket_of):
+            if 0 < bucket.waiting < len(bucket.params):
+                self._send(bucket)
+            bucket.await_all()
+        while self._flying:
+            self._land(next(iter(self._flying)))
+
     def _go_on(self) -> None:
         """Further rounds of the buckets that need them, all buckets together."""
         for number in range(1, max(bucket.rounds for bucket in self.buckets) + 1):

@@ -32,7 +32,7 @@ those of any other sharded tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, cast
 from weakref import ref
 
@@ -48,14 +48,32 @@ _aten = torch.ops.aten
 
 class LandedGrads:
     """The gradients of one part from one backward, flat on the device, and their norms. `spans`: where each
-    parameter's is."""
+    parameter's is. Those that are `dropped` are brought by a second backward where somebody looks at them."""
 
-    __slots__ = ("__weakref__", "_known", "flat", "norms", "spans")
+    __slots__ = ("__weakref__", "_bring", "_flat", "_known", "norms", "spans")
 
     def __init__(self, flat: Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        self.flat, self.spans = flat, spans
+        self._flat: Tensor | None = flat
+        self._bring: Callable[[], None] | None = None
+        self.spans = spans
         self.norms = torch.empty(0)
         self._known: list[float] = []
+
+    @property
+    def flat(self) -> Tensor:
+        if self._flat is None:
+            assert self._bring is not None
+            self._bring()
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def dropped(self) -> bool:
+        return self._flat is None
+
+    def drop(self, bring: Callable[[], None]) -> None:
+        """Keep the norms alone; `bring` makes the gradients come again."""
+        self._flat, self._bring = None, bring
 
     def measure(self, norms: Tensor) -> None:
         """Write the norm of each parameter's gradient to `norms`, in fp32, in the device's order of work."""
@@ -68,8 +86,8 @@ class LandedGrads:
         self._known = norms
 
     def move(self, flat: Tensor) -> None:
-        """The gradients lie elsewhere."""
-        self.flat = flat
+        """The gradients lie elsewhere, or are here again."""
+        self._flat, self._bring = flat, None
 
     def leave(self) -> None:
         """The memory of the norms is about to be overwritten, by those of the next gradients."""
@@ -372,6 +390,11 @@ class LoopHabit:
             self._alike, self._landed_count, self._differs = 0, 0, False
             self._miss()
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether more than one backward has led to the last step, or to the next."""
+        return max(self._usual, self._landed_count) > 1
+
     def step(self, factor: float | None) -> None:
         """The loop has multiplied the gradient by so much, and done nothing else; None: it has."""
         if factor is not None and (factor == 0.0 or not math.isfinite(factor)):
@@ -500,6 +523,18 @@ class DeferredGrads:
                 flat[at : at + n].copy_(plain(ShardedTensors.local(seen)).reshape(-1))
         return flat, used, factors
 
+    @property
+    def awaits_second(self) -> bool:
+        """Whether a second backward can bring the gradients that the parameters show, as nobody has looked at
+        them or put others there."""
+        landed = self.landed
+        if landed is None or not landed.dropped:
+            return False
+        shown = [param.sharded_param.grad is not None for param in self.params]
+        return all(
+            factor is not None for factor, has in zip(self.factors(), shown, strict=True) if has
+        )
+
     def _empty(self) -> Tensor:
         """For gradients that the loop has made itself."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.params[0].unsharded_param.device)
@@ -508,7 +543,7 @@ class DeferredGrads:
         """The memory where a gradient landed is about to be overwritten. Returns where it is from now on, if
         handles have it."""
         landed = self.landed
-        if landed is None or landed.flat.data_ptr() != shown.data_ptr():
+        if landed is None or landed.dropped or landed.flat.data_ptr() != shown.data_ptr():
             return None
         landed.move(shown.clone())
         return landed.flat

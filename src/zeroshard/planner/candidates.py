@@ -15,7 +15,7 @@ from typing import Any
 from zeroshard.errors import PlanError
 from zeroshard.layout.memory import MemoryModel
 from zeroshard.layout.specs import BufferBytes
-from zeroshard.layout.timeline import StepMoment, StepSegment, peak_of, step_moments
+from zeroshard.layout.timeline import StepMoment, StepSegment, peak_of, repeated_units, step_moments
 from zeroshard.layout.traffic import sent_by_rank
 from zeroshard.options import Options, Stage
 
@@ -322,9 +322,13 @@ def frames_of(problem: PlanningProblem, options: Options) -> list[PictureFrame]:
     if segments:
         forward = [float(s.flops) for s in segments]
         back = [s.flops * (3.0 if setup.recomputes(s.unit) else 2.0) for s in reversed(segments)]
+        repeated = repeated_units(setup, problem.step.micro_batches > 1)
+        back += [3.0 * s.flops for s in reversed(segments) if s.unit in repeated]
     else:
         forward = [float(unit.numel) for unit in setup.units]
         back = [2 * length for length in reversed(forward)]
+        repeated = repeated_units(setup, problem.step.micro_batches > 1)
+        back += [3.0 * unit.numel for unit in reversed(setup.units) if unit.name in repeated]
     total = sum(forward) + sum(back) or 1.0
     cost = price(problem, options, segments)
     last = cost.seconds.get("update", 0.0) / max(cost.step, 1e-12)

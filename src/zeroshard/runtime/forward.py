@@ -46,7 +46,7 @@ from .unit import RunningUnit, tensors_in
 def recomputed(module: nn.Module, label: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a unit that keeps nothing but its inputs for backward."""
     kept = partial(checkpoint, forward, use_reentrant=False)
-    if any(_tracks(norm) for norm in module.modules()):
+    if tracks_statistics(module):
         kept = partial(kept, context_fn=lambda: (nullcontext(), Still(module)))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -64,6 +64,11 @@ def recomputed(module: nn.Module, label: str, forward: Callable[..., Any]) -> Ca
         return output
 
     return run
+
+
+def tracks_statistics(module: nn.Module) -> bool:
+    """Whether its forward changes running statistics."""
+    return any(_tracks(norm) for norm in module.modules())
 
 
 def _tracks(norm: nn.Module) -> bool:

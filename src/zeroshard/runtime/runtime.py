@@ -206,6 +206,7 @@ class ParamSupply:
             gather_group.epoch = self.epoch
 
 
+AGAIN = -2  # in place of autograd's number: units run backward a second time
 _INPUTS = 3  # where `inputs` stand among what follows the outputs of a backward
 # What ends before a forward does: a hook of ours, or what the compiler wraps around it.
 _PASSING = ("zeroshard.", "torch._dynamo.")
@@ -275,10 +276,17 @@ class BackwardPass:
     def begin(self, task: int) -> bool:
         """There is a sign of a backward. Whether it is the first one."""
         if self.task is not None:
-            self.nested = self.nested or task != self.task
+            self.nested = self.nested or task != self.task != AGAIN
             return False
         self.task, self.nested, self.strayed = task, False, False
         return True
+
+    def run_again(self, runs: bool, outer: int | None = None) -> int | None:
+        """Units run backward a second time; or no longer, and the backward goes on in which they did."""
+        before, self.task = self.task, AGAIN if runs else outer
+        if self.task is None:
+            self.recent.clear()
+        return before
 
     def stray(self) -> None:
         self.strayed = True
