@@ -339,6 +339,8 @@ class HostUpdates:
             self._compared.append((part, torch.stack((part.size[0], square))))
             if not self._alike:
                 self._compare(last=False)
+        if part.deferred is not None:
+            part.deferred.spend()
         part.update.come_again(flat)
         self._start(part, scale, waits=False)
         part.update.let_gradient_go()
@@ -478,6 +480,7 @@ class HostUpdates:
             part.update.end()
             if part.deferred is not None:
                 part.deferred.habit.drop()
+                part.deferred.spend()
         if self.second is not None:
             self.second.forget(parts)
 
@@ -541,7 +544,7 @@ class HostUpdates:
     def begin_backward(self) -> None:
         """Gradients are about to land again: what no forward has asked for may still be read from there."""
         self.interrupt()
-        self._bring_dropped()
+        self.bring_dropped()
         early = [part for part in self.parts if part.update.begun and not part.update.holding]
         # Graphs that saved these must not be followed any more.
         increment_version([p.unsharded_param for part in early for p in part.params])
@@ -550,15 +553,18 @@ class HostUpdates:
             if not part.update.known and not part.update.holding:
                 self.wait(part)
 
-    def _bring_dropped(self) -> None:
-        """Another backward adds to gradients that were dropped, so they come again before it."""
+    def bring_dropped(self, last: bool = False) -> None:
+        """Another backward adds to gradients that were dropped, or the run is closed, with its `last` ones: they
+        come again before."""
         if self.second is None:
             return
         self.second.keep(self._dropped)
         for part in self._dropped:
-            landed = part.deferred.landed if part.deferred is not None else None
-            if landed is not None and landed.dropped:
+            if part.deferred is not None:
                 self.second.run([part])
+        for part in self.parts if last else ():
+            if part.deferred is not None:
+                part.deferred.hide_spent()
 
     @property
     def _dropped(self) -> list[OffloadGroup]:
@@ -575,7 +581,8 @@ class HostUpdates:
         for part in self.parts:
             if part.update.end_wait() or self.nested:
                 landed = part.deferred.landed if part.deferred is not None else None
-                if landed is not None and not landed.dropped and part.update.fresh and not part.update.begun:
+                waits = landed is not None and not landed.dropped
+                if landed is not None and waits and part.update.fresh and not part.update.begun:
                     part.update.land(landed.flat, part.update.used)
                 if part.update.fresh and part.update.phase is UpdatePhase.LANDED:
                     self._begin(part)

@@ -38,6 +38,8 @@ from .unit import RunningUnit, tensors_in
 
 log = logging.getLogger("zeroshard")
 Forward = Callable[..., Any]
+# Of dispatch keys: those of a plain call. It may be one inside of an operation on a handle, below autograd.
+_AS_EVER = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class UnitCall:
             for leaf, learns in zip(self.leaves, self.learns, strict=True)
         ]
         args, kwargs = tree_unflatten(leaves, self.structure)
-        with torch.enable_grad():
+        with torch._C._ForceDispatchKeyGuard(*_AS_EVER), torch.enable_grad():
             with self.random.replayed():
                 returned = list(tensors_in(self.forward(*args, **kwargs)))
             grads, self.grads = self.grads, {}
@@ -263,8 +265,9 @@ class RepeatedUnits(SecondBackward):
         outer, synced = runtime.backward.run_again(True), runtime.sync
         self.running, runtime.sync = True, True
         try:
-            for call in due:
-                self._run(call, outer is not None)
+            with runtime.gradients.once_more():
+                for call in due:
+                    self._run(call, outer is not None)
         finally:
             self.running, runtime.sync = False, synced
             runtime.backward.run_again(False, outer)
@@ -285,7 +288,8 @@ class RepeatedUnits(SecondBackward):
                 unit.in_modules.put_sharded()
                 if not runtime.supply.keeps_full:
                     unit.release()
-            self._forget(unit)
+            self._came[unit].remove(call)
+            call.let_go()
 
     def forget(self, parts: Sequence[OffloadGroup]) -> None:
         for part in parts:
