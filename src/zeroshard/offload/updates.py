@@ -214,7 +214,7 @@ class HostUpdates:
         scale = 1.0 if self._early else None
         if part.deferred is not None:
             scale = None if self.graphed else part.deferred.habit.expected
-        if scale is None or not (part.reversible or not self._keeps_gradients):
+        if scale is None or not (part.reversible or not self._keeps_gradients) or self._covered(part):
             return
         if part.deferred is not None:
             part.deferred.habit.begin()
@@ -300,10 +300,15 @@ class HostUpdates:
         for part in undone:
             self.wait(part)
         # Newest first: the first unit of the forward is done first.
-        for part, scale, keeps in reversed(list(zip(parts, scales, stands, strict=True))):
-            if not keeps and not part.update.dropped:
-                self._start(part, scale, undo=part.update.begun)
-        self._repeat([pair for pair in zip(parts, scales, strict=True) if pair[0].update.dropped])
+        due = [pair for pair, keeps in zip(zip(parts, scales, strict=True), stands, strict=True) if not keeps]
+        late = [(part, scale) for part, scale in due if self._covered(part)]
+        for part, scale in reversed([pair for pair in due if not self._covered(pair[0])]):
+            self._start(part, scale, undo=part.update.begun)
+        dropped = [pair for pair in late if pair[0].update.dropped]
+        waiting = [pair for pair in late if not pair[0].update.dropped]
+        self._repeat(dropped)
+        for part, scale in reversed(waiting):  # the second backward may have led through these units
+            self._start(part, scale, undo=part.update.begun)
         if self.ahead:
             self._let_go([part for part, keeps in zip(parts, stands, strict=True) if keeps])
         for part in parts:
@@ -356,6 +361,10 @@ class HostUpdates:
             if abs(again - first) > UNLIKE * first + 1e-6 * most:
                 raise _unlike(part)
         self._alike = self._alike or last
+
+    def _covered(self, part: OffloadGroup) -> bool:
+        """Whether a second backward may need its weights as they are."""
+        return self.second is not None and self.second.covers(part)
 
     def _let_go(self, parts: Sequence[OffloadGroup]) -> None:
         """The step has come: new weights may show. See [Note: a step ahead]."""

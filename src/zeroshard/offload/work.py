@@ -90,6 +90,9 @@ class SecondBackward(Protocol):
 
     running: bool
 
+    def covers(self, part: OffloadGroup) -> bool:
+        """Whether the backward of its unit is one that runs twice."""
+
     def can(self, part: OffloadGroup) -> bool:
         """Whether the gradient that has just landed can be brought again."""
 

@@ -62,6 +62,8 @@ class Hooks:
         self._ends: list[Callable[[], object]] = []  # take away what is registered with torch itself
         self.entries = ForwardMethods(model, runtime)
         self.second = second_backward(runtime)
+        if self.second is not None:
+            self.entries.follow(self.second.end_forward)
 
     def install(self, recompute: list[str]) -> None:
         widening = Widening(self.runtime.options.precision)

@@ -7,8 +7,8 @@ so the second backward is a loop over units, whatever the loop's own code does b
 
 [Note: gradients that follow] Where one unit takes what the one before it returned, and nobody else does, the
 gradient of that comes out of the second backward of the later unit, too. So of a chain of blocks only the last
-keeps the gradient of its output. Whether somebody else took it shows in backward: then the gradient that
-arrives is a sum, and not the tensor that the later unit gave.
+keeps the gradient of its output. Who takes it is read from the graph when forward has ended: all that does is
+numbered within the forward of the one unit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd import _get_sequence_nr as _next_number
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.errors import OptionError, StateError
 from zeroshard.offload.group import OffloadGroup
@@ -85,9 +84,8 @@ class UnitCall:
     versions: list[int]
     grads: dict[int, Tensor] = field(default_factory=dict)
     from_later: dict[int, UnitCall] = field(default_factory=dict)
-    takers: dict[int, list[tuple[UnitCall, int]]] = field(default_factory=dict)
+    takers: dict[int, tuple[UnitCall, int]] = field(default_factory=dict)  # of an output: a call, as which input
     earlier: list[tuple[UnitCall, int, int]] = field(default_factory=list)  # whose outputs it was given
-    given_back: dict[int, Tensor] = field(default_factory=dict)  # gradients of inputs, in the first backward
 
     @classmethod
     def made(cls, unit: RunningUnit, forward: Forward, args: Any, kwargs: Any) -> UnitCall:
@@ -105,14 +103,12 @@ class UnitCall:
 
     def landed(self, number: int, grad: Tensor) -> None:
         """The gradient of a tensor that it returned."""
-        takers = self.takers.pop(number, [])
-        for taker, leaf in takers:
-            own = taker.given_back.pop(leaf, None)
-            if len(takers) == 1 and own is not None and _same(own, grad):
-                self.from_later[number] = taker
-                taker.earlier.append((self, number, leaf))
-                return
-        self.grads[number] = grad
+        taker, leaf = self.takers.pop(number, (None, 0))
+        if taker is None:
+            self.grads[number] = grad
+        else:
+            self.from_later[number] = taker
+            taker.earlier.append((self, number, leaf))
 
     def run(self) -> None:
         """Make it again, and go backward through it."""
@@ -140,19 +136,50 @@ class UnitCall:
     def let_go(self) -> None:
         """It will not be made again."""
         self.leaves = []
-        for kept in (self.grads, self.from_later, self.takers, self.given_back):
+        for kept in (self.grads, self.from_later, self.takers, self.earlier):
             kept.clear()
-        self.earlier.clear()
 
 
-def _same(own: Tensor, arrived: Tensor) -> bool:
-    """Whether a gradient that arrived is the one that a unit gave, and not a sum with others."""
-    alike = own.shape == arrived.shape and own.stride() == arrived.stride() and own.dtype == arrived.dtype
-    return alike and own.data_ptr() == arrived.data_ptr()
+Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
 
 
-def _keep_given_back(call: UnitCall, leaf: int, grad: Tensor) -> None:
-    call.given_back[leaf] = grad
+@dataclass(frozen=True)
+class _Place:
+    """Where a call is in the graph: the numbers of its nodes, and the edges to what it was given and returned."""
+
+    call: UnitCall
+    numbers: range
+    given: dict[int, Edge]
+    returned: dict[int, Edge]
+
+
+def _edge(tensor: Tensor) -> Edge:
+    return tensor.grad_fn, tensor.output_nr
+
+
+def _follow(places: Sequence[_Place], roots: Sequence[Any]) -> None:
+    """Find the outputs that one later call alone takes; see [Note: gradients that follow]."""
+    made = {edge: (place.call, number) for place in places for number, edge in place.returned.items()}
+    users: dict[Edge, list[int]] = {edge: [] for edge in made}
+    first = min((place.numbers.start for place in places), default=0)
+    own = {node for node, _ in made}
+    seen, queue = set(roots), list(roots)
+    while queue:
+        node = queue.pop()
+        for edge in node.next_functions:
+            if edge in users:
+                users[edge].append(node._sequence_nr())
+            if edge[0] is not None and edge[0] not in seen and (
+                edge[0] in own or edge[0]._sequence_nr() >= first
+            ):
+                seen.add(edge[0])
+                queue.append(edge[0])
+    for edge, numbers in users.items():
+        call, number = made[edge]
+        takers = [place for place in places if numbers and all(n in place.numbers for n in numbers)]
+        leaves = [leaf for place in takers for leaf, given in place.given.items() if given == edge]
+        if len(takers) == len(leaves) == 1 and edge[0] not in roots:
+            call.takers[number] = takers[0].call, leaves[0]
 
 
 def _with_later(calls: Sequence[UnitCall]) -> list[UnitCall]:
@@ -177,7 +204,7 @@ class RepeatedUnits(SecondBackward):
         self._unit_of = {id(part): unit for unit in runtime.units for part in unit.offload_groups}
         self._came: dict[RunningUnit, list[UnitCall]] = {}  # calls whose outputs have had their gradients
         self._told = False
-        self._returned = WeakTensorKeyDictionary()  # by tensor: the call that returned it, and as which
+        self._places: list[_Place] = []  # of the calls of the forward under way
         self.most = 0  # bytes kept for a second backward, at their most
 
     # ------------------------------------------------------------------ the first forward and backward
@@ -200,27 +227,29 @@ class RepeatedUnits(SecondBackward):
             if not first or torch.compiler.is_compiling() or runtime.closed:
                 return own(*args, **kwargs)
             call = UnitCall.made(unit, again, args, kwargs)
-            returned = own(*self._followed(call, args), **kwargs)
-            for number, tensor in enumerate(tensors_in(returned)):
-                if tensor.requires_grad:
-                    self._returned[tensor] = ref(call), number
-                    tensor.register_hook(partial(self._arrived, call, number))
-            return returned
+            given = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves((args, kwargs))]
+            begun = _next_number()
+            result = own(*args, **kwargs)
+            returned = {n: tensor for n, tensor in enumerate(tensors_in(result)) if tensor.requires_grad}
+            self._places.append(
+                _Place(
+                    call,
+                    range(begun, _next_number()),
+                    {n: _edge(leaf) for n, leaf in enumerate(given) if leaf is not None and leaf.requires_grad},
+                    {number: _edge(tensor) for number, tensor in returned.items()},
+                )
+            )
+            for number, tensor in returned.items():
+                tensor.register_hook(partial(self._arrived, call, number))
+            return result
 
         return forward
 
-    def _followed(self, call: UnitCall, args: Sequence[Any]) -> list[Any]:
-        """The same inputs; of those that another unit returned, the gradient is looked at."""
-        followed = list(args)
-        for leaf, given in enumerate(args):  # the first leaves, unless there are containers among them
-            found = self._returned.get(given) if isinstance(given, Tensor) and given.requires_grad else None
-            earlier = found[0]() if found is not None else None
-            if earlier is None or not all(isinstance(each, Tensor) or each is None for each in args[:leaf]):
-                continue
-            view = followed[leaf] = given.view_as(given)
-            earlier.takers.setdefault(found[1], []).append((call, leaf))
-            view.register_hook(partial(_keep_given_back, call, leaf))
-        return followed
+    def end_forward(self, output: Any) -> None:
+        """A call from outside has returned this."""
+        places, self._places = self._places, []
+        if places and torch.is_grad_enabled():
+            _follow(places, [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None])
 
     def _arrived(self, call: UnitCall, number: int, grad: Tensor) -> None:
         """Backward has come to what a unit returned."""
@@ -230,9 +259,12 @@ class RepeatedUnits(SecondBackward):
             came.append(call)
         call.landed(number, grad)
 
+    def covers(self, part: OffloadGroup) -> bool:
+        return self._unit_of[id(part)].name in self.names
+
     def can(self, part: OffloadGroup) -> bool:
         unit = self._unit_of[id(part)]
-        if unit.name not in self.names:
+        if not self.covers(part):
             return False
         calls, accumulated = len(self._came.get(unit, ())), self._runtime.unsynced
         if (calls != 1 or accumulated) and not self._told:
@@ -247,6 +279,7 @@ class RepeatedUnits(SecondBackward):
         return calls == 1 and not accumulated
 
     def keep(self, parts: Sequence[OffloadGroup]) -> None:
+        self._places.clear()
         units = {id(self._unit_of[id(part)]) for part in parts}
         calls = [call for unit, came in self._came.items() if id(unit) in units for call in came]
         stay = {id(call.unit) for call in _with_later(calls)}
