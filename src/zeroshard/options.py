@@ -248,14 +248,16 @@ class Options:
         """A backward runs twice where gradients would wait for the norm, and so for the step."""
         if self.offload is None or not self.offload.repeat_backward:
             return
-        waits = self.defers or (self.offload.undo and self.clip_norm is not None and self.clip_norm < math.inf)
+        waits = self.defers or (
+            self.offload.undo and self.clip_norm is not None and self.clip_norm < math.inf
+        )
         half = self.precision is not None and self.precision.compute == "float16"
         plain = type(self.sync) is EveryStep and self.sync.compress is None and not self.compress
         if not waits or (half and self.clip_norm is not None) or not plain:
             raise OptionError(
-                f"Offload(repeat_backward={self.offload.repeat_backward}) saves the room in which gradients wait "
-                "for the norm, and in this run none waits so: it needs a finite clip_norm= (with fp16: none), "
-                "or the loop's own clipping, and undo=True, without sync= and compress=."
+                f"Offload(repeat_backward={self.offload.repeat_backward}) saves the room in which gradients "
+                "wait for the norm, and in this run none waits so: it needs a finite clip_norm= (with fp16: "
+                "none), or the loop's own clipping, and undo=True, without sync= and compress=."
             )
 
     @property
@@ -513,9 +515,9 @@ class Offload:
     - `undo`: whether gradients are kept until the norm is known (2 bytes a parameter on the device), so that
       updates can wait for it or be taken back. Without it every update begins at once, and a norm above
       `clip_norm` is an error.
-    - `repeat_backward`: of so many units, those nearest the loss, no gradient waits for the norm: it is measured
-      and dropped, and once the norm is known their backward runs a second time, for the update (one rank).
-      Takes their forward and backward once more, and spares 2 bytes a parameter on the device.
+    - `repeat_backward`: of so many units, those nearest the loss, no gradient waits for the norm: it is
+      measured and dropped, and once the norm is known their backward runs a second time, for the update (one
+      rank). Takes their forward and backward once more, and spares 2 bytes a parameter on the device.
     - `threads`: worker threads for the update (default: the cores that this process may use, less two).
     - `stages`, `stage_bytes`: how many parts of the middle size the pinned staging memory between device and
       host has room for, and how many frames there are between disk and host; gradients go out in parts of

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from offload_loop import OPTIMIZERS, SPIKES, batch, make_model, on_disk, paced
+from offload_loop import OPTIMIZERS, SPIKES, batch, make_model, paced
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from zeroshard.layout.memory import MemoryModel
+from zeroshard.layout.timeline import StepSegment, step_moments
+from zeroshard.options import Options
+from zeroshard.planner.signatures import blocks_of, rules_of
 from zeroshard.runtime.second_backward import RepeatedUnits
 from zeroshard.testing import assert_same_bits, ranks
 
@@ -351,11 +355,42 @@ def test_bytes_that_are_kept() -> None:
     assert training.second.held == 3 * one
     waiting = [part for part in training.updates.parts if part.update.flat is not None]
     names = {param.name for part in waiting for param in part.params}
-    assert names == {name for name, _ in training.model.named_parameters() if not name.startswith(("blocks.1", "blocks.2"))}
+    assert names == {
+        name for name, _ in training.model.named_parameters() if not name.startswith(("blocks.1", "blocks.2"))
+    }
     training.optimizer.step()
     assert training.second.held == 0
     assert training.second.most == 3 * one
     training.end()
+
+
+def test_planned_bytes_are_those_that_are_held() -> None:
+    one = 2 * 8 * 20 * 4
+    training = Training(2)
+    training.loss(0).backward()
+    held, parts = training.second.held, training.updates.parts
+    waiting = sum(part.update.flat.nbytes for part in parts if part.update.flat is not None)
+    training.optimizer.step()
+    training.end()
+    model = make_model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+    blocks = [StepSegment(f"blocks.{number}", saved=one, backward=7) for number in range(3)]
+    chain = [StepSegment(""), *blocks, StepSegment("")]
+
+    def moments(repeat: int, micro_batches: int = 1) -> dict[str, dict[str, int]]:
+        asked = Options(stage=0, clip_norm=ALWAYS, recompute=True, offload=host(repeat))
+        step = step_moments(MemoryModel(units, asked, 1, rules), chain, 0, micro_batches > 1)
+        return {moment.where: moment.kinds for moment in step}
+
+    plain, twice = moments(0), moments(2)
+    assert twice["the update"]["gradients"] == waiting < plain["the update"]["gradients"]
+    assert twice["backward of `blocks.0`"]["activations"] == 7 + one + held
+    assert plain["backward of `blocks.0`"]["activations"] == 7 + one
+    assert twice["second backward of `blocks.2`"]["activations"] == 7 + held
+    assert twice["second backward of `blocks.1`"]["activations"] == 7 + held - one
+    assert "second backward of `blocks.0`" not in twice
+    assert moments(2, micro_batches=2) == moments(0, micro_batches=2), "sums of micro-batches wait"
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -172,8 +172,8 @@ class OffloadedState:
         wanted = self.offload.repeat_backward
         if len(repeated) < wanted:
             raise OptionError(
-                f"Offload(repeat_backward={wanted}): of {len(repeatable)} units the backward can run twice, those "
-                "whose state rests off the device, all of it updated by the native kernels."
+                f"Offload(repeat_backward={wanted}): of {len(repeatable)} units the backward can run twice, "
+                "those whose state rests off the device, all of it updated by the native kernels."
             )
         self.repeated = tuple(repeated)
 

@@ -113,9 +113,9 @@ def _nothing() -> None:
 
 def _refuse_late(name: str) -> None:
     raise StateError(
-        f"the gradient of `{name}` and others is gone: with Offload(repeat_backward=) it does not wait, and can be "
-        "looked at between backward() and optimizer.step() alone. Drop it with zero_grad() before the next "
-        "backward."
+        f"the gradient of `{name}` and others is gone: with Offload(repeat_backward=) it does not wait, and "
+        "can be looked at between backward() and optimizer.step() alone. Drop it with zero_grad() before the "
+        "next backward."
     )
 
 
@@ -581,9 +581,7 @@ class DeferredGrads:
         if landed is None or not landed.dropped:
             return False
         shown = [param.sharded_param.grad is not None for param in self.params]
-        return all(
-            factor is not None for factor, has in zip(self.factors(), shown, strict=True) if has
-        )
+        return all(factor is not None for factor, has in zip(self.factors(), shown, strict=True) if has)
 
     def _empty(self) -> Tensor:
         """For gradients that the loop has made itself."""

@@ -23,12 +23,12 @@ waits for that number either: it travels with the gradient, and whoever updates 
 while forward and backward still compute with the weights before. So its new weights wait in `held` memory,
 and `optimizer.step()` lets them go: those that are done are copied then, the others when they are.
 
-[Note: a second backward] Where there is no room for all gradients until the norm is known, those of the units
-nearest the loss do not wait: what each adds to the norm is kept, and the gradient is dropped. Once the norm is
-known, `optimizer.step()` runs these units backward again, one by one, from the inputs and output gradients
-that `runtime/second_backward.py` kept, and each gradient is updated with as it lands. So nothing of them is
-ever taken back. A unit whose gradient is the sum of several backward passes keeps it, as one does that was
-called more than once.
+[Note: a second backward] Where there is no room for all gradients until the norm is known, those of the
+units nearest the loss do not wait: what each adds to the norm is kept, and the gradient is dropped. Once the
+norm is known, `optimizer.step()` runs these units backward again, one by one, from the inputs and output
+gradients that `runtime/second_backward.py` kept, and each gradient is updated with as it lands. So nothing of
+them is ever taken back. A unit whose gradient is the sum of several backward passes keeps it, as one does
+that was called more than once.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ class HostUpdates:
         waits: bool | None = None,
     ) -> None:
         """Make a part's update due; with `undo` the one that stands is taken back first, and without a
-        `scale` that is all. `hold`: see [Note: a step ahead]. `waits`: whether there is room for all that wait
-        for the host."""
+        `scale` that is all. `hold`: see [Note: a step ahead]. `waits`: whether there is room for all
+        gradients that wait for the host."""
         update = part.update
         assert update.flat is not None
         if not update.known:  # no forward has asked for it since: two updates of one part have an order
@@ -351,7 +351,7 @@ class HostUpdates:
         part.update.let_gradient_go()
 
     def _compare(self, last: bool = True) -> None:
-        """Hold the gradients of second backward passes against the first; `last`: all of one step are here."""
+        """Hold the gradients of second backward passes against the first; `last`: all of a step are here."""
         compared, self._compared = self._compared, []
         if not compared:
             return
@@ -563,8 +563,8 @@ class HostUpdates:
                 self.wait(part)
 
     def bring_dropped(self, last: bool = False) -> None:
-        """Another backward adds to gradients that were dropped, or the run is closed, with its `last` ones: they
-        come again before."""
+        """Another backward adds to gradients that were dropped, or the run is closed, with its `last` ones:
+        they come again before."""
         if self.second is None:
             return
         self.second.keep(self._dropped)
@@ -627,8 +627,8 @@ def _unlike(part: OffloadGroup) -> StateError:
     return StateError(
         f"the second backward of {part.label} gave other gradients than the first: the forward of that unit "
         "does not compute the same again (it reads what has changed meanwhile), or its parameters are used "
-        "outside of its call. Pass Offload(repeat_backward=) fewer units, or 0. The update of this step is not "
-        "complete: go on from the last checkpoint."
+        "outside of its call. Pass Offload(repeat_backward=) fewer units, or 0. The update of this step is "
+        "not complete: go on from the last checkpoint."
     )
 
 

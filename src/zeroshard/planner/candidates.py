@@ -69,6 +69,9 @@ class _Family:
         )
         if not problem.names:
             recomputes = tuple(r for r in recomputes if not r) or (False,)
+        if self.changes.get("repeat_backward"):
+            yield from self._repeating(recomputes)
+            return
         if self.placing in FILLING and self.placing != placing_of(problem.options.offload):
             yield from self._filling(recomputes)
             return
@@ -100,6 +103,34 @@ class _Family:
                     if made.disk if self.placing == "some on disk" else made.host:  # else another placing
                         yield made
                     break
+
+    def _repeating(self, recomputes: tuple[bool, ...]) -> Iterator[Candidate]:
+        """With as few units whose backward runs twice as fit. All are recomputed: of others more than their
+        inputs would be kept."""
+        problem = self.problem
+        if not self._in_between(recomputes):
+            return
+
+        def at(count: int, lean: bool) -> Candidate | None:
+            changes = {**self.changes, "repeat_backward": count}
+            way = problem.way(self.stage, self.placing, recomputes[-1], lean, changes)
+            options = filled(problem, way) if self.placing in FILLING else way
+            if options is None or options.offload is None:
+                return None
+            can = len(problem.setup(options).repeatable)
+            options = replace(options, offload=replace(options.offload, repeat_backward=min(count, can)))
+            made = price(problem, options)
+            return made if made.fits and can else None
+
+        for lean in (False, True):
+            low, high, found = 0, len(problem.names), at(len(problem.names), lean)
+            while found is not None and high - low > 1:
+                middle = (low + high) // 2
+                fewer = at(middle, lean)
+                low, high, found = (low, middle, fewer) if fewer is not None else (middle, high, found)
+            if found is not None:
+                yield found
+                return
 
     def _in_between(self, recomputes: tuple[bool, ...]) -> bool:
         """Whether filling the device first is of use: not all of it fits, and with nothing on the device that

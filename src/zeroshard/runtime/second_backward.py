@@ -1,14 +1,14 @@
 """Runs the backward of units a second time: for `Offload(repeat_backward=)`, see [Note: a second backward] in
 `offload/updates.py`.
 
-Of a unit that is to run again its inputs are kept (which recomputation keeps anyway), the random states, and
-the gradient of what it returned. With these its forward is computed again, and backward goes through it alone:
-so the second backward is a loop over units, whatever the loop's own code does between them.
+Of a unit that is to run again its inputs are kept (which recomputation keeps anyway), the random states,
+and the gradient of what it returned. With these its forward is computed again, and backward goes through it
+alone: so the second backward is a loop over units, whatever the model's own code does between them.
 
 [Note: gradients that follow] Where one unit takes what the one before it returned, and nobody else does, the
-gradient of that comes out of the second backward of the later unit, too. So of a chain of blocks only the last
-keeps the gradient of its output. Who takes it is read from the graph when forward has ended: all that does is
-numbered within the forward of the one unit.
+gradient of that comes out of the second backward of the later unit, too. So of a chain of blocks only the
+last keeps the gradient of its output. Who takes it is read from the graph when forward has ended: all that
+does is numbered within the forward of the one unit.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class _RandomState:
     def replayed(self) -> Iterator[None]:
         enabled, dtype = self.autocast
         kind = self.kind if self.devices else "cuda"
-        with torch.random.fork_rng(self.devices, device_type=kind), torch.autocast(
-            self.kind, dtype, enabled
-        ):
+        with torch.random.fork_rng(self.devices, device_type=kind), torch.autocast(self.kind, dtype, enabled):
             torch.set_rng_state(self.cpu)
             set_device_states(self.devices, self.states)
             yield
@@ -84,7 +82,9 @@ class UnitCall:
     versions: list[int]
     grads: dict[int, Tensor] = field(default_factory=dict)
     from_later: dict[int, UnitCall] = field(default_factory=dict)
-    takers: dict[int, tuple[UnitCall, int]] = field(default_factory=dict)  # of an output: a call, as which input
+    takers: dict[int, tuple[UnitCall, int]] = field(
+        default_factory=dict
+    )  # of an output: a call, as which input
     earlier: list[tuple[UnitCall, int, int]] = field(default_factory=list)  # whose outputs it was given
 
     @classmethod
@@ -114,8 +114,9 @@ class UnitCall:
         """Make it again, and go backward through it."""
         if [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)] != self.versions:
             raise StateError(
-                f"what the forward of {self.unit.label} was given has been written in place since, and its second "
-                "backward would begin with that. Write to a copy (x = x + y), or pass Offload(repeat_backward=0)."
+                f"what the forward of {self.unit.label} was given has been written in place since, and its "
+                "second backward would begin with that. Write to a copy (x = x + y), or pass "
+                "Offload(repeat_backward=0)."
             )
         leaves = [
             leaf.detach().requires_grad_() if learns else leaf
@@ -145,7 +146,8 @@ Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a call is in the graph: the numbers of its nodes, and the edges to what it was given and returned."""
+    """Where a call is in the graph: the numbers of its nodes, and the edges to what it was given and what it
+    returned."""
 
     call: UnitCall
     numbers: range
@@ -169,8 +171,10 @@ def _follow(places: Sequence[_Place], roots: Sequence[Any]) -> None:
         for edge in node.next_functions:
             if edge in users:
                 users[edge].append(node._sequence_nr())
-            if edge[0] is not None and edge[0] not in seen and (
-                edge[0] in own or edge[0]._sequence_nr() >= first
+            if (
+                edge[0] is not None
+                and edge[0] not in seen
+                and (edge[0] in own or edge[0]._sequence_nr() >= first)
             ):
                 seen.add(edge[0])
                 queue.append(edge[0])
@@ -235,7 +239,11 @@ class RepeatedUnits(SecondBackward):
                 _Place(
                     call,
                     range(begun, _next_number()),
-                    {n: _edge(leaf) for n, leaf in enumerate(given) if leaf is not None and leaf.requires_grad},
+                    {
+                        n: _edge(leaf)
+                        for n, leaf in enumerate(given)
+                        if leaf is not None and leaf.requires_grad
+                    },
                     {number: _edge(tensor) for number, tensor in returned.items()},
                 )
             )
@@ -270,9 +278,9 @@ class RepeatedUnits(SecondBackward):
         if (calls != 1 or accumulated) and not self._told:
             self._told = True
             log.warning(
-                "the gradients of %s wait for the norm, although Offload(repeat_backward=) names it: its backward "
-                "runs a second time only where one call of it gave them (here: %s). That takes more memory than "
-                "planned.",
+                "the gradients of %s wait for the norm, although Offload(repeat_backward=) names it: its "
+                "backward runs a second time only where one call of it gave them (here: %s). That takes more "
+                "memory than planned.",
                 unit.label,
                 "several micro-batches" if accumulated else f"{calls} calls",
             )
@@ -348,8 +356,9 @@ def second_backward(runtime: Runtime) -> RepeatedUnits | None:
             not has_forward(unit.module) or unit.module._compiled_call_impl is not None
         ):
             raise OptionError(
-                f"Offload(repeat_backward={host.offload.repeat_backward}) runs the forward of {unit.label} again, and "
-                "that module has none of its own, or is compiled: repeat fewer units, or compile what is inside."
+                f"Offload(repeat_backward={host.offload.repeat_backward}) runs the forward of {unit.label} "
+                "again, and that module has none of its own, or is compiled: repeat fewer units, or compile "
+                "what is inside."
             )
     second = RepeatedUnits(runtime, host.repeated)
     updates.repeat_by(second)
