@@ -115,6 +115,7 @@ class HostUpdates:
         self.busy = False  # an update may have begun that nobody has waited for
         self.waits = False
         self.second: SecondBackward | None = None
+        self._repeated: set[int] = set()  # by id(part): those whose weights a second backward may need
         self._again: dict[int, float | Sequence[float]] = {}  # by id(part): the scales of a second backward
         self._compared: list[tuple[OffloadGroup, Tensor]] = []  # squares of norms, of both backward passes
         self._alike = False  # the first of them were
@@ -122,6 +123,7 @@ class HostUpdates:
     def repeat_by(self, second: SecondBackward) -> None:
         """What runs the backward of some units a second time."""
         self.second = second
+        self._repeated = {id(part) for part in self.parts if second.covers(part)}
 
     def wait_in_step(self, waits: bool) -> None:
         """Whether `step()` returns when its updates are done, as nothing else would wait for them."""
@@ -210,11 +212,13 @@ class HostUpdates:
 
     def _begin(self, part: OffloadGroup) -> None:
         """Update a part before its step, where it is likely what that asks for and can be taken back."""
+        if id(part) in self._repeated:
+            return
         # What the step is likely to multiply its gradient by.
         scale = 1.0 if self._early else None
         if part.deferred is not None:
             scale = None if self.graphed else part.deferred.habit.expected
-        if scale is None or not (part.reversible or not self._keeps_gradients) or self._covered(part):
+        if scale is None or not (part.reversible or not self._keeps_gradients):
             return
         if part.deferred is not None:
             part.deferred.habit.begin()
@@ -301,25 +305,22 @@ class HostUpdates:
             self.wait(part)
         # Newest first: the first unit of the forward is done first.
         due = [pair for pair, keeps in zip(zip(parts, scales, strict=True), stands, strict=True) if not keeps]
-        late = [(part, scale) for part, scale in due if self._covered(part)]
-        for part, scale in reversed([pair for pair in due if not self._covered(pair[0])]):
+        once = [pair for pair in due if id(pair[0]) not in self._repeated]
+        for part, scale in reversed(once):
             self._start(part, scale, undo=part.update.begun)
-        dropped = [pair for pair in late if pair[0].update.dropped]
-        waiting = [pair for pair in late if not pair[0].update.dropped]
-        self._repeat(dropped)
-        for part, scale in reversed(waiting):  # the second backward may have led through these units
-            self._start(part, scale, undo=part.update.begun)
+        if len(once) < len(due):
+            self._repeat([pair for pair in due if id(pair[0]) in self._repeated])
         if self.ahead:
             self._let_go([part for part, keeps in zip(parts, stands, strict=True) if keeps])
         for part in parts:
             part.count()
         self._asked = 0
 
-    def _repeat(self, dropped: Sequence[tuple[OffloadGroup, float | Sequence[float]]]) -> None:
-        """Bring dropped gradients again, and update with each as it lands."""
-        if not dropped:
-            return
+    def _repeat(self, due: Sequence[tuple[OffloadGroup, float | Sequence[float]]]) -> None:
+        """Bring dropped gradients again, and update with each as it lands. Of these units some may have kept
+        theirs."""
         assert self.second is not None
+        dropped = [pair for pair in due if pair[0].update.dropped]
         self._compare()
         self._again = {id(part): scale for part, scale in dropped}
         try:
@@ -330,6 +331,9 @@ class HostUpdates:
             self._compare()
         if left := [part for part, _ in dropped if id(part) in missing]:
             raise _unlike(left[0])
+        for part, scale in reversed(due):  # the second backward may have led through these units
+            if part.update.phase is UpdatePhase.LANDED:
+                self._start(part, scale)
 
     def _take_again(self, part: OffloadGroup, flat: Tensor) -> None:
         """A gradient that was dropped has come again: for its update, or for whoever looks at it."""
@@ -361,10 +365,6 @@ class HostUpdates:
             if abs(again - first) > UNLIKE * first + 1e-6 * most:
                 raise _unlike(part)
         self._alike = self._alike or last
-
-    def _covered(self, part: OffloadGroup) -> bool:
-        """Whether a second backward may need its weights as they are."""
-        return self.second is not None and self.second.covers(part)
 
     def _let_go(self, parts: Sequence[OffloadGroup]) -> None:
         """The step has come: new weights may show. See [Note: a step ahead]."""
@@ -553,7 +553,8 @@ class HostUpdates:
     def begin_backward(self) -> None:
         """Gradients are about to land again: what no forward has asked for may still be read from there."""
         self.interrupt()
-        self.bring_dropped()
+        if self.second is not None:
+            self.bring_dropped()
         early = [part for part in self.parts if part.update.begun and not part.update.holding]
         # Graphs that saved these must not be followed any more.
         increment_version([p.unsharded_param for part in early for p in part.params])

@@ -37,6 +37,7 @@ from .unit import RunningUnit, tensors_in
 
 log = logging.getLogger("zeroshard")
 Forward = Callable[..., Any]
+_AGAIN = -2  # in place of autograd's number of a backward
 # Of dispatch keys: those of a plain call. It may be one inside of an operation on a handle, below autograd.
 _AS_EVER = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
@@ -303,7 +304,7 @@ class RepeatedUnits(SecondBackward):
         order = [call for came in self._came.values() for call in came]
         due = sorted(_with_later(calls), key=order.index)
         runtime = self._runtime
-        outer, synced = runtime.backward.run_again(True), runtime.sync
+        outer, synced = runtime.backward.go_on_as(_AGAIN), runtime.sync
         self.running, runtime.sync = True, True
         try:
             with runtime.gradients.once_more():
@@ -311,7 +312,9 @@ class RepeatedUnits(SecondBackward):
                     self._run(call, outer is not None)
         finally:
             self.running, runtime.sync = False, synced
-            runtime.backward.run_again(False, outer)
+            runtime.backward.go_on_as(outer)
+            if outer is None:
+                runtime.backward.recent.clear()
 
     def _run(self, call: UnitCall, inside: bool) -> None:
         """`inside` another backward, in which all modules hold unsharded parameters."""
