@@ -1,6 +1,8 @@
 """Runs under limits that only just fit, several at a time on one GPU: none may end out of memory.
 
     python benchmarks/gpu/limits.py --seconds 560      # as many of the sixty as fit; again: the rest
+    python benchmarks/gpu/limits.py --choose limits-of-h200.json   # on any machine: the limits, and no run
+    python benchmarks/gpu/limits.py --chosen limits-of-h200.json --seconds 560
     python benchmarks/gpu/limits.py --device cpu --models tiny --limits 3 --together 1
 
 Ten limits for each of three models (a Llama-shaped one, GPT-2 and Qwen2 of transformers, from their configs),
@@ -24,7 +26,7 @@ from threading import Condition
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "src"), str(HERE.parents[1] / "shared")]
-ALLOCATORS = {"default": "expandable_segments:False", "expandable": "expandable_segments:True"}
+ALLOCATORS = {"default": None, "expandable": "expandable_segments:True"}
 # Rows and tokens a row: none of them is a size that the planner's measurements use.
 MODELS = {"tiny": (2, 24), "llama": (3, 1344), "gpt2": (5, 608), "qwen2": (2, 1152)}
 GIB = 2**30
@@ -108,7 +110,6 @@ def child(args):
             optimizer.step()
             optimizer.zero_grad()
             row["losses"].append(round(loss.item(), 4))
-        run.close()
     except zs.PlanError as error:
         row |= {"end": "refused", "error": str(error)[:400]}
     except torch.OutOfMemoryError as error:
@@ -126,7 +127,10 @@ def child(args):
 def measured(case, args):
     words = ["--models", case["model"], "--limits", case["limit"], "--steps", args.steps, "--device"]
     setting = ALLOCATORS[case["allocator"]]
-    environment = os.environ | {"PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting}
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    if setting is not None:
+        environment |= dict.fromkeys(names, setting)
     environment["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // args.together, 1))
     begun = time.monotonic()
     command = [sys.executable, __file__, *map(str, words), args.device, "--child"]
@@ -164,7 +168,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--models", nargs="+", default=["llama", "gpt2", "qwen2"], choices=list(MODELS))
+    parser.add_argument("--allocators", nargs="+", default=list(ALLOCATORS), choices=list(ALLOCATORS))
     parser.add_argument("--limits", type=int, default=10, help="for each model and allocator")
+    parser.add_argument("--choose", type=Path, help="write the limits of each model there, and end")
+    parser.add_argument("--chosen", type=Path, help="take them from there: choosing them takes minutes")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--together", type=int, default=5)
     parser.add_argument("--room-gib", type=float, default=120.0, help="of the GPU, for all together")
@@ -176,6 +183,10 @@ def main():
     if args.child:
         child(args)
         return 0
+    if args.choose:
+        args.choose.write_text(json.dumps({name: limits_of(name, args) for name in args.models}) + "\n")
+        return 0
+    chosen = json.loads(args.chosen.read_text()) if args.chosen else {}
     begun, now = time.monotonic(), commit()
     known = json.loads(args.out.read_text()) if args.out.exists() else []
     rows = [row for row in known if row["commit"] == now]
@@ -184,8 +195,8 @@ def main():
     cases = [
         {"model": name, "allocator": allocator, "limit": limit, "commit": now, "torch": version("torch")}
         for name in args.models
-        for limit in limits_of(name, args)
-        for allocator in (ALLOCATORS if args.device == "cuda" else ["default"])
+        for limit in chosen.get(name) or limits_of(name, args)
+        for allocator in (args.allocators if args.device == "cuda" else ["default"])
     ]
 
     def one(case):

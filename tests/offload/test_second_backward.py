@@ -16,8 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from zeroshard.layout.memory import MemoryModel
-from zeroshard.layout.timeline import StepSegment, step_moments
+from zeroshard.layout.memory import MemoryModel, StepSegment, step_moments
 from zeroshard.options import Options
 from zeroshard.planner.signatures import blocks_of, rules_of
 from zeroshard.runtime.second_backward import RepeatedUnits

@@ -14,8 +14,8 @@ from test_planner import peak_of_segments
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.planner.signatures import natures, plain
-from zeroshard.planner.trace import ExampleInputs, Tracer
+from zeroshard.planner.signatures import ExampleInputs, natures, plain
+from zeroshard.planner.trace import Tracer
 from zeroshard.testing import PeakBytes
 
 

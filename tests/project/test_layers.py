@@ -56,10 +56,11 @@ DISTRIBUTED = {
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 # A trace hooks fake tensors only, which end with it; what a forward returns is hooked, too, and ends with its
-# graph; a sharded DTensor passes on what it is asked for; a wrapper learns of optimizers by their steps.
+# graph, that of a Fabric module too; a sharded DTensor passes on what it is asked for; a wrapper learns of
+# optimizers by their steps.
 HOOKED = {
     *("runtime.hooks", "runtime.forward", "runtime.second_backward", "planner.trace", "params.dtensor"),
-    *("parallel.wrapper", "parallel.joining"),
+    *("parallel.wrapper", "parallel.joining", "integrations.lightning_strategies.fabric"),
 }
 HOOKS = re.compile(r"_?register_\w*hook\w*")
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc"}

@@ -354,6 +354,7 @@ class OptimizerCalls:
         update, optimizer, runtime = self._update, self._optimizer, self._runtime
         own_zero, own_add = optimizer.zero_grad, optimizer.add_param_group
 
+        @wraps(type(optimizer).zero_grad)  # wrappers of others look at what it takes
         def zero_grad(self: Optimizer, *args: Any, **keywords: Any) -> None:
             runtime.forget(optimizer)
             own_zero(*args, **keywords)

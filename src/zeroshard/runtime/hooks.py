@@ -259,6 +259,7 @@ class Hooks:
             if runtime.host is not None:
                 runtime.host.take_loaded(optimizer, given[0])
             widen_state(update, given.pop())
+            update.point_elsewhere()
 
         self._keep(optimizer.register_load_state_dict_post_hook(loaded))
 
