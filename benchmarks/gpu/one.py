@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "src")]
-from llama import LM, VOCAB, flops_per_token, nparams  # noqa: E402
-
 import peers  # noqa: E402
+from llama import LM, VOCAB, flops_per_token, nparams  # noqa: E402
 
 LR, CLIP = 1e-4, 1.0
 

@@ -75,10 +75,10 @@ def built(size, dtype, device):
 def child(args):
     """One way, in this process."""
     import one
+    import peers
     import torch
     from torch import nn
 
-    import peers
     import zeroshard as zs
 
     way, limit, size, device = args.ways[0], args.limits[0], args.sizes[0], args.device

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from models import whole_weights
 from offload_loop import (
     OPTIMIZERS,
     THREE_SPIKES,
@@ -135,8 +136,7 @@ def train(
 
 
 def bits(run: zs.Run) -> dict[str, Tensor]:
-    with run.gathered() as found:
-        return {name: p.detach().clone() for name, p in found.items()}
+    return whole_weights(run)
 
 
 def by_hand(split: bool, stage: int) -> dict[str, Tensor]:

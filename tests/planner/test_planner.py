@@ -11,6 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from plan_models import assert_a_step_holds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -120,33 +121,12 @@ class Checkpointed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
 
 
-def peak_of_segments(segments: list[StepSegment]) -> int:
-    """The most that a step holds beside parameters and gradients."""
-    most = saved = 0
-    for segment in segments:
-        most, saved = max(most, saved + segment.forward), saved + segment.saved
-    for segment in reversed(segments):
-        most, saved = max(most, saved + segment.backward), saved - segment.saved
-    return most
-
-
 @pytest.mark.parametrize(("factory", "batch", "recompute"), CASES)
 def test_a_trace_is_what_a_step_really_holds(factory: Any, batch: Tensor, recompute: bool) -> None:
     """Bytes of all tensors that the operations of a real step make, gradients let go as they arrive."""
     names = [unit.name for unit in blocks_of(on_meta(factory), None, "auto") if unit.name]
     segments = Tracer(on_meta(factory), names, lambda _: recompute, {}).run(ExampleInputs.of(batch), None)
-    real = factory()
-    for name in names if recompute else []:
-        module = real.get_submodule(name)
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    for p in real.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with PeakBytes() as peak:
-        loss = real(batch)
-        held = peak.now
-        loss.backward()
-    assert sum(s.saved for s in segments) + loss.nbytes == held
-    assert peak_of_segments(segments) == peak.most
+    assert_a_step_holds(segments, factory(), batch, names if recompute else [])
 
 
 def test_recomputation_saves_less_and_costs_a_forward() -> None:
