@@ -127,7 +127,16 @@ def test_a_store_that_does_not_answer_ends_the_run_with_advice(script: Write) ->
 
 
 @pytest.mark.parametrize(
-    ("said", "threads"), [("4,2", "4,2"), ("", "8"), ("0", "8"), ("all", "8"), (" 3 ", " 3 "), ("9" * 11, "8"), ("2147483648", "8")]
+    ("said", "threads"),
+    [
+        ("4,2", "4,2"),
+        ("", "8"),
+        ("0", "8"),
+        ("all", "8"),
+        (" 3 ", " 3 "),
+        ("9" * 11, "8"),
+        ("2147483648", "8"),
+    ],
 )
 def test_threads_are_said_as_openmp_takes_them(said: str, threads: str) -> None:
     environ = {"OMP_NUM_THREADS": said}
