@@ -116,6 +116,8 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
         _BESIDE.add(pid)
     else:
         number = 0
+    if any(item.path.parent.name == "integrations" for item in session.items):
+        start_forked_ranks(session)
     if session.config.getoption("sessions") > 1:
         ranks, first = LAYERS.index("ranks"), number == 1
         session.items.sort(
@@ -125,6 +127,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
             )
         )
     result = yield
+    count_spent("")  # before the other sessions have ended, whose seconds are then this process's too
     while _BESIDE:
         pid = _BESIDE.pop()
         session.testsfailed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
@@ -142,6 +145,18 @@ def become_session(session: pytest.Session, number: int) -> None:
     os.close(log)
     capture.start_global_capturing()
     capture.suspend_global_capture()
+
+
+def start_forked_ranks(session: pytest.Session) -> None:
+    """The server that ranks of front ends are forked from, while nothing has run yet. What they write is
+    captured like all else."""
+    import forked_ranks
+
+    if forked_ranks.POSSIBLE:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        forked_ranks.SERVER.start()
+        capture.suspend_global_capture()
 
 
 def taken(item: pytest.Item) -> bool:
@@ -233,22 +248,27 @@ def threads_possible() -> bool:
 def children() -> dict[int, str]:
     """The living children of this process and their command lines; `no_orphans` makes orphans ours."""
     found = {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                state, parent = (
-                    (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-                )
-                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if (
-                int(parent) == os.getpid()
-                and state not in "ZX"
-                and not any(word in command for word in SERVANTS)
-            ):
-                found[int(directory.name)] = command.strip() or "(a forked process)"
+    for pid in _pids_of_children():
+        try:
+            words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        state, parent = words[0], int(words[1])
+        if parent == os.getpid() and state not in "ZX" and not any(word in command for word in SERVANTS):
+            found[pid] = command.strip() or "(a forked process)"
     return found
+
+
+def _pids_of_children() -> list[int]:
+    """Those of every thread, where the kernel lists them: reading what all processes of a machine are takes
+    ten milliseconds, twice a test. Read twice, since a list leaves one out where another ends meanwhile."""
+    threads = list(Path("/proc/self/task").iterdir()) if os.path.exists("/proc/self/stat") else []
+    try:
+        lists = [(thread / "children").read_text().split() for thread in threads * 2]
+        return sorted({int(pid) for pids in lists for pid in pids})
+    except OSError:  # a thread that has ended meanwhile, or a kernel without such lists
+        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
 def left_over(before: set[int]) -> list[str]:

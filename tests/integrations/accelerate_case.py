@@ -121,7 +121,7 @@ def two_models(options: Plain | None) -> list[dict[str, Tensor]]:
         a.zero_grad()
         accelerator.backward((second(inputs) - targets).square().mean())
         b.step()
-        b.zero_grad()
+        b.zero_grad(set_to_none=False)
     runs = [zsa.run_of(model) for model in (first, second, teacher)]
     assert [run is not None for run in runs] == [options is not None] * 2 + [options == {"stage": 3}]
     states = [accelerator.get_state_dict(model) for model in (first, second)]

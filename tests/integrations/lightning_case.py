@@ -19,6 +19,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     LearningRateMonitor,
@@ -30,6 +31,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -272,6 +274,39 @@ def by_hand(options: Plain | None) -> Outcome:
     return Outcome(model.losses, whole(model), {}, stage)
 
 
+class Thaws(BaseFinetuning):
+    """Freezes the body, and trains it from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.body)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.body, optimizer)
+
+
+def finetuned(options: Plain | None, batch: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Net()
+    model.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
+    trainer_of(options, callbacks=[Thaws()], max_epochs=3).fit(model, data(24, batch=batch))
+    return model.losses, whole(model)
+
+
+def rate_found(options: Plain | None, folder: str) -> tuple[list[float], float, list[str]]:
+    """Lightning's tuner, which goes back to a checkpoint of its own; then a training."""
+    torch.manual_seed(0)
+    model = Net()
+    model.lr = 1e-2
+    trainer = trainer_of(options, default_root_dir=folder, max_epochs=1)
+    found = Tuner(trainer).lr_find(model, data(64), num_training=9, update_attr=False)
+    trainer.fit(model, data(16))
+    whole(model)
+    return model.losses, found.results["loss"][-1], os.listdir(folder)
+
+
 class First(pl.Callback):
     """Notes the weights with which training begins, or sets them."""
 
@@ -427,7 +462,10 @@ def looped(
         last = number % 2 == 1
         with fabric.no_backward_sync(model, enabled=not last):
             loss = model.loss(*batch) if last else nn.functional.mse_loss(model(batch[0]), batch[1])
-            fabric.backward(loss)
+            if last and precision == "32-true":
+                loss.backward()  # which Fabric allows where neither strategy nor precision scales losses
+            else:
+                fabric.backward(loss)
         losses.append(loss.item())
         if last:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5))
@@ -523,6 +561,11 @@ def _unpaired(folder: str) -> None:
     fabric.backward(model(torch.ones(1, 2)).sum())
 
 
+def _unpaired_alone(folder: str) -> None:
+    _, model = _paired(False)
+    model(torch.ones(1, 2)).sum().backward()
+
+
 def _loop_clips(**how: float) -> None:
     fabric, plain = fabric_of({"stage": 2, "clip_norm": 1.0}), nn.Linear(2, 1)
     model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
@@ -550,6 +593,7 @@ MISUSES = {
     "elsewhere": _elsewhere,
     "not Trainer's": _not_trainers,
     "unpaired": _unpaired,
+    "unpaired, alone": _unpaired_alone,
     "paired twice": lambda folder: _paired(True),
     "loop clips": lambda folder: _loop_clips(max_norm=2.0),
     "loop clips by value": lambda folder: _loop_clips(clip_val=2.0),

@@ -24,11 +24,13 @@ from lightning_case import (
     clipped,
     dropped,
     evaluated,
+    finetuned,
     fitted_twice,
     from_meta,
     logged,
     looped,
     of_the_other_package,
+    rate_found,
     refused,
     sent_to_others,
     shown,
@@ -178,6 +180,25 @@ def test_several_optimizers_by_hand(pool: Ranks) -> None:
         assert_same(pool.run(by_hand, {"stage": stage}), plain)
 
 
+def test_weights_that_a_callback_freezes_and_thaws(pool: Ranks, alone: Ranks) -> None:
+    """Against one process with the whole batches: DDP does not reduce what was frozen when it began."""
+    losses, weights = alone.run(finetuned, None, 8)[0]
+    for stage in (0, 2, 3):
+        both = pool.run(finetuned, {"stage": stage}, 4)
+        means = [sum(each) / 2 for each in zip(*(of_rank[0] for of_rank in both), strict=True)]
+        assert_losses(means, losses, 1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(both[0][1][name], value, rtol=0, atol=1e-6)
+
+
+def test_the_tuner_goes_back_to_where_it_began(pool: Ranks, tmp_path: Path) -> None:
+    plain, *ours = (
+        pool.run(rate_found, options, str(tmp_path))[0] for options in (None, {"stage": 2}, {"stage": 3})
+    )
+    assert ours == [plain, plain]
+    assert plain[2] == []
+
+
 def test_fabric(pool: Ranks, tmp_path: Path) -> None:
     plain = str(tmp_path / "plain")
     begun = pool.run(looped, None, plain)[0]
@@ -234,6 +255,7 @@ def test_several_models_of_fabric_in_one_checkpoint(pool: Ranks, tmp_path: Path)
         ("elsewhere", "s3://somewhere/x.ckpt: each rank writes its rows into a folder that all ranks see"),
         ("not Trainer's", "was not saved by Trainer, which goes on from its own checkpoints only"),
         ("unpaired", "StateError: Linear was set up without its optimizer, so nothing is sharded"),
+        ("unpaired, alone", "StateError: Linear was set up without its optimizer, so nothing is sharded"),
         ("paired twice", "ModelError: this SGD has no parameters of a model that waits for its optimizer"),
         ("loop clips", "OptionError: clip_gradients(…, max_norm=2.0, norm_type=2.0) does not agree with"),
         ("loop clips by value", "OptionError: clip_gradients(…, clip_val=) has no gradients to clip"),

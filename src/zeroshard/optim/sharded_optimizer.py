@@ -90,6 +90,15 @@ class ShardedOptimizer:
         """Let a codec freeze second moments."""
         self.held = moments
 
+    @contextmanager
+    def showing(self, whole: dict[int, dict[str, Any]]) -> Iterator[None]:
+        """Inside, `state_dict()` shows these whole tensors, by id(sharded parameter)."""
+        self.whole = whole
+        try:
+            yield
+        finally:
+            self.whole = None
+
     def meet(self, params: Sequence[ShardedParam]) -> None:
         """Parameters that the optimizer holds."""
         wholes = not rows_suffice(self.optimizer) and any(

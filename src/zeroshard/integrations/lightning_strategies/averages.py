@@ -1,4 +1,5 @@
-"""Lightning's callbacks that average weights: they read and write whole parameters, and here are rows."""
+"""Lightning's callbacks that average weights, which read and write whole parameters where here are rows; and
+those that freeze weights to train them later."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import nn
 
 import zeroshard as zs
 
-_EMA, _SWA = "WeightAveraging", "StochasticWeightAveraging"
+_EMA, _SWA, _FINETUNING = "WeightAveraging", "StochasticWeightAveraging", "BaseFinetuning"
 _CURRENT = "current_model_state"
 
 
@@ -33,6 +34,11 @@ def follow(trainer: Any, run: zs.Run, is_loaded: Callable[[dict[str, Any]], bool
             _within(callback, "update_parameters", run)
             _within(callback, "transfer_weights", run, write=True)
             _clear_when_loaded(callback, trainer)
+
+
+def finetunes(trainer: Any) -> bool:
+    """Whether a callback has frozen parameters that it gives to the optimizer later."""
+    return any(_is(callback, _FINETUNING) for callback in trainer.callbacks)
 
 
 def keeps_current(module: Any, checkpoint: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 import zeroshard as zs
 
@@ -41,11 +42,12 @@ else:
 
 
 class Entry(nn.Module):
-    """What Fabric calls for a sharded model: its forward, or a method that was marked as one."""
+    """What Fabric calls for a sharded model: its forward, or a method that was marked as one. `waits` says
+    whether the model is one that trains and has no optimizer yet."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, waits: Callable[[nn.Module], bool] | None = None) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._waits = module, waits
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Fabric lets a marked method stand in place of the forward, for one call. What it is given is left
@@ -53,8 +55,23 @@ class Entry(nn.Module):
         module = self.module
         standing = vars(module).get("forward")
         if "_redirection_through_forward" in getattr(standing, "__qualname__", ""):
-            return entered(module, cast(Callable[..., Any], standing), args, kwargs)
-        return module(*args, **kwargs)
+            output = entered(module, cast(Callable[..., Any], standing), args, kwargs)
+        else:
+            output = module(*args, **kwargs)
+        if self._waits is not None and self._waits(module):
+            for value in tree_leaves(output):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(self._refuse_unpaired)
+        return output
+
+    def _refuse_unpaired(self, grad: Tensor) -> None:
+        """In backward, `fabric.backward(loss)` or `loss.backward()`."""
+        if self._waits is not None and self._waits(self.module):
+            raise zs.StateError(
+                f"{type(self.module).__name__} was set up without its optimizer, so nothing is sharded: "
+                "fabric.setup(model, optimizer) takes them together, or "
+                "fabric.setup_optimizers(optimizer), before the first backward."
+            )
 
 
 def inner(module: nn.Module) -> nn.Module:
@@ -123,9 +140,13 @@ class FabricSharding(_Base):  # type: ignore[misc]
         """A model without an optimizer: sharded if nothing trains it, else waiting for its optimizer."""
         if any(p.requires_grad for p in module.parameters()):
             self._unpaired.append(module)
-        elif self.zeroshard_options.get("stage", 3) == 3:
+            return Entry(module, self._waits)
+        if self.zeroshard_options.get("stage", 3) == 3:
             self._begin(module, [])
         return Entry(module)
+
+    def _waits(self, module: nn.Module) -> bool:
+        return _is_among(module, self._unpaired)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shard the model that waits for this optimizer."""
@@ -166,16 +187,6 @@ class FabricSharding(_Base):  # type: ignore[misc]
         return with_precision(self.zeroshard_options, str(getattr(self.precision, "precision", "32-true")))
 
     # ---- the loop ----
-
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward as Fabric does it, once every model has its optimizer."""
-        if self._unpaired:
-            raise zs.StateError(
-                f"{type(self._unpaired[0]).__name__} was set up without its optimizer, so nothing is "
-                "sharded: fabric.setup(model, optimizer) takes them together, or "
-                "fabric.setup_optimizers(optimizer), before the first backward."
-            )
-        super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step; norms that were asked for are known then."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -158,6 +159,20 @@ def begin(
     for part in _parts(model) if by_parts else ():
         zs.register_forward_method(part, "forward")
     return run
+
+
+@contextmanager
+def thawed(model: nn.Module) -> Iterator[None]:
+    """For as long as a model is sharded: parameters that are frozen now, and train later, get a place for
+    their gradients as all others do."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad and p.is_floating_point()]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(True)
+    try:
+        yield
+    finally:
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

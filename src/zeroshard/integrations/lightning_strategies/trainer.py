@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +28,7 @@ from .runs import (
     on_meta,
     pickled,
     refuse_remote,
+    thawed,
     unpickled,
     with_precision,
 )
@@ -118,7 +119,8 @@ class TrainerSharding(_Base):  # type: ignore[misc]
             self.setup_optimizers(trainer)
         if self.run is None:
             made = [one for one in self.optimizers if fits and type(one).__name__ != _NONE]
-            begin(module, made, self._options(trainer, made), not module.automatic_optimization)
+            with thawed(module) if fits and averages.finetunes(trainer) else nullcontext():
+                begin(module, made, self._options(trainer, made), not module.automatic_optimization)
         self.setup_precision_plugin()
         if fits:
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
@@ -240,7 +242,8 @@ class TrainerSharding(_Base):  # type: ignore[misc]
             return
         path = self.broadcast(filepath)  # of its own type, which a CheckpointIO of the user's may look at
         self._shown = None
-        if self.whole_checkpoints or _OPTIMIZERS not in checkpoint:
+        hidden = Path(path).name.startswith(".")  # of the tuner, which goes back to it and removes it
+        if self.whole_checkpoints or hidden or _OPTIMIZERS not in checkpoint:
             whole = run.full_state_dict()
             if run.rank == 0:
                 shown.made_whole(checkpoint, whole)
