@@ -153,6 +153,24 @@ def changes(loop: Loop, step: int) -> None:
     loop.zero()
 
 
+def exchanges(loop: Loop, step: int) -> None:
+    """Gradients of one unit and of several change places; what was there is kept by who has it."""
+    loop.loss(step).backward()
+    for module, name in ((nn.Linear, "weight"), (nn.LayerNorm, "weight"), (nn.LayerNorm, "bias")):
+        all_ = [getattr(m, name) for m in loop.model.modules() if type(m) is module]
+        alike = [p for p in all_ if p.shape == all_[0].shape]
+        assert len(alike) > 1
+        grads = [p.grad for p in alike]
+        for p, grad in zip(alike, [*grads[1:], grads[0]], strict=True):
+            p.grad = grad
+    last = loop.params[-1]
+    kept, last.grad = last.grad, torch.full_like(last, 0.01)
+    assert kept is not None
+    loop.step()
+    loop.zero()
+    loop.see(kept.abs().sum())
+
+
 def skips(loop: Loop, step: int) -> None:
     loop.loss(step).backward()
     loop.clip()
@@ -318,7 +336,7 @@ TAKEN_BACK = 5e-6
 LOOPS: list[Callable[[Loop, int], None]] = [
     *(readme, no_clipping, one_by_one, largest_norm, by_value, norm_apart, logs, changes, skips, steps_twice),
     *(zeros_stay, dropped_by_hand, accumulates, unsynchronised, closure, averages, penalty, scaled),
-    *(scaled_only, saves, evaluates, late_penalty, two_graphs),
+    *(scaled_only, saves, evaluates, late_penalty, two_graphs, exchanges),
 ]
 TOGETHER = [
     readme,
@@ -332,6 +350,7 @@ TOGETHER = [
     evaluates,
     late_penalty,
     two_graphs,
+    exchanges,
     one_rank_looks,
 ]
 Result = tuple[dict[str, Tensor], list[float], dict[str, dict[str, Tensor]]]
@@ -375,6 +394,22 @@ def test_every_order_of_calls_has_the_numbers_of_torch(way: Callable[[Loop, int]
     check(waited, want, TAKEN_BACK if way is skips else 1e-6)
     assert_same_bits(delayed[0], waited[0])
     assert delayed[1] == waited[1]
+
+
+@pytest.mark.parametrize("units", ["auto", "none"])
+def test_gradients_of_an_optimizer_without_a_kernel_change_places(units: str) -> None:
+    def weights(options: dict[str, Any] | None) -> list[Tensor]:
+        loop = Loop(None)
+        loop.optimizers = [torch.optim.RMSprop(loop.params, lr=1e-3)]
+        run = None if options is None else zs.shard(loop.model, loop.optimizers, **options)
+        for step in range(3):
+            exchanges(loop, step)
+        if run is not None:
+            run.close()
+        return [p.detach() for p in loop.params]
+
+    for got, want in zip(weights({"offload": HOST, "units": units}), weights(None), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", [readme, changes, accumulates, averages], ids=lambda way: way.__name__)

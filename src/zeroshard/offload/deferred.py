@@ -52,13 +52,14 @@ class LandedGrads:
     """The gradients of one part from one backward, flat on the device, and their norms. `spans`: where each
     parameter's is. Those that are `dropped` are brought by a second backward where somebody looks at them."""
 
-    __slots__ = ("__weakref__", "_bring", "_flat", "_known", "dropped", "norms", "spans")
+    __slots__ = ("__weakref__", "_bring", "_flat", "_known", "_states", "dropped", "norms", "spans")
 
     def __init__(self, flat: Tensor, spans: Sequence[tuple[int, int]]) -> None:
         self._flat: Tensor | None = flat
         self._bring: Callable[[], None] = _nothing
         self.dropped = False  # a second backward can bring them
         self.spans = spans
+        self._states: dict[int, ref[GradState]] = {}  # of handles, by index of a parameter
         self.norms = torch.empty(0)
         self._known: list[float] = []
 
@@ -95,6 +96,18 @@ class LandedGrads:
     def move(self, flat: Tensor) -> None:
         """The gradients lie elsewhere, or are here again."""
         self._flat, self._bring, self.dropped = flat, _nothing, False
+
+    def is_shown_by(self, state: GradState) -> None:
+        """Handles of one parameter's gradient share this state."""
+        self._states[state.index] = ref(state)
+
+    def give_way(self, index: int, like: Tensor) -> None:
+        """The loop has made another gradient of one parameter, which is about to be written over the one that
+        landed. Whoever still has a handle of that, perhaps as the gradient of another parameter, keeps it."""
+        known = self._states.get(index)
+        state = known() if known is not None else None
+        if state is not None:
+            state.bring(like)
 
     def leave(self) -> None:
         """The memory of the norms is about to be overwritten, by those of the next gradients."""
@@ -133,12 +146,13 @@ def read(landed: Iterable[LandedGrads]) -> None:
 class GradState:
     """One parameter's gradient: that which landed, times `factor`; or `rows`, once they were brought."""
 
-    __slots__ = ("factor", "index", "landed", "rows")
+    __slots__ = ("__weakref__", "factor", "index", "landed", "rows")
 
     def __init__(self, landed: LandedGrads, index: int) -> None:
         self.landed, self.index = landed, index
         self.factor = 1.0
         self.rows: Tensor | None = None
+        landed.is_shown_by(self)
 
     def bring(self, like: Tensor) -> Tensor:
         """The gradient itself, where its parameter rests."""
@@ -556,6 +570,8 @@ class DeferredGrads:
             factors.append(1.0 if factor is None else factor)
             if seen is not None and factor is None:
                 at, n = self.spans[index]
+                if landed is not None:
+                    landed.give_way(index, param.local)
                 flat[at : at + n].copy_(plain(ShardedTensors.local(seen)).reshape(-1))
         return flat, used, factors
 
@@ -630,10 +646,19 @@ class HostGradients:
         return any(param.sharded_param.grad is not None for param in self.params)
 
     @torch.no_grad()
-    def collect(self) -> tuple[Tensor, list[bool]]:
-        """The gradients that the parameters show now, flat, and which have one."""
+    def replaced(self) -> list[tuple[Tensor, Tensor]]:
+        """Where a gradient belongs, and a copy of what the loop has put in its place: that may be the
+        gradient of another parameter, in whose place something else is."""
+        found = []
         for param, local in zip(self.params, self._own, strict=True):
             seen = param.sharded_param.grad
-            if seen is not None and ShardedTensors.local(seen).data_ptr() != local.data_ptr():
-                local.copy_(ShardedTensors.local(seen))  # the loop has put another tensor there
+            if seen is not None and (other := ShardedTensors.local(seen)).data_ptr() != local.data_ptr():
+                found.append((local, other.clone()))
+        return found
+
+    @torch.no_grad()
+    def collect(self, replaced: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[bool]]:
+        """The gradients that the parameters show now, flat, and which have one."""
+        for local, other in replaced:
+            local.copy_(other)
         return self.flat, [param.sharded_param.grad is not None for param in self.params]

@@ -378,10 +378,11 @@ class HostUpdates:
         see to the updates of deferred ones."""
         self.executor.check()
         self._step_deferred([(part, part.deferred) for part in parts if part.deferred is not None], shrinks)
-        due = [part for part in parts if part.reduced_grad is not None and part.reduced_grad.shown]
-        for part in due:
-            assert part.reduced_grad is not None
-            part.update.land(*part.reduced_grad.collect())
+        shown = [(part, part.reduced_grad) for part in parts if part.reduced_grad is not None]
+        due = [part for part, grads in shown if grads.shown]
+        replaced = [(part, grads, grads.replaced()) for part, grads in shown if grads.shown]
+        for part, grads, others in replaced:
+            part.update.land(*grads.collect(others))
             self._start(part, shrinks if part.grad_dtype == torch.float16 else 1.0)
         for part in due:
             self.wait(part)
