@@ -154,9 +154,9 @@ def start_fork_server(capture: Any) -> None:
     of its tests need: torch, and the libraries of front ends. Multiprocessing would start one that imports
     torch again, and each rank would import the rest."""
     server = forkserver._forkserver  # type: ignore[attr-defined]
-    resource_tracker.ensure_running()
     # What ranks print belongs to the test that runs then.
     capture.resume_global_capture()
+    resource_tracker.ensure_running()
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         listener.bind(address)
