@@ -6,6 +6,12 @@ const label = () => {
     bar.setAttribute("aria-label", `Code ${[...document.querySelectorAll(".md-code__nav")].indexOf(bar) + 1}`);
   });
   document.querySelectorAll(".md-typeset__scrollwrap:not([tabindex])").forEach((table) => (table.tabIndex = 0));
+  // The theme does so only where there is a pointer that can hover, and takes it away again elsewhere.
+  document.querySelectorAll("pre > code:not([tabindex])").forEach((code) => {
+    if (code.scrollWidth > code.clientWidth) code.tabIndex = 0;
+  });
 };
-new MutationObserver(label).observe(document.body, { childList: true, subtree: true });
+const watched = { childList: true, subtree: true, attributeFilter: ["tabindex"] };
+new MutationObserver(label).observe(document.body, watched);
+addEventListener("resize", label);
 label();

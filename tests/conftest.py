@@ -6,14 +6,11 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
@@ -119,6 +116,8 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
         _BESIDE.add(pid)
     else:
         number = 0
+    if any(item.path.parent.name == "integrations" for item in session.items):
+        start_forked_ranks(session)
     if session.config.getoption("sessions") > 1:
         ranks, first = LAYERS.index("ranks"), number == 1
         session.items.sort(
@@ -127,9 +126,8 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
                 item.path.stem not in LONG,
             )
         )
-    if any(layer_of(item) >= LAYERS.index("ranks") for item in session.items):
-        start_fork_server(session.config.pluginmanager.getplugin("capturemanager"))
     result = yield
+    count_spent("")  # before the other sessions have ended, whose seconds are then this process's too
     while _BESIDE:
         pid = _BESIDE.pop()
         session.testsfailed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
@@ -149,30 +147,16 @@ def become_session(session: pytest.Session, number: int) -> None:
     capture.suspend_global_capture()
 
 
-def start_fork_server(capture: Any) -> None:
-    """Let the server that ranks are forked from be a fork of this session, which has imported by now what all
-    of its tests need: torch, and the libraries of front ends. Multiprocessing would start one that imports
-    torch again, and each rank would import the rest."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
-    # What ranks print belongs to the test that runs then.
-    capture.resume_global_capture()
-    resource_tracker.ensure_running()
-    with socket.socket(socket.AF_UNIX) as listener:
-        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
-        listener.bind(address)
-        os.chmod(address, 0o600)
-        listener.listen()
-        until, alive = os.pipe()  # the server ends when this session does
-        if (pid := os.fork()) == 0:
-            os.close(alive)
-            _BESIDE.clear()
-            try:
-                forkserver.main(listener.fileno(), until, [])
-            finally:
-                os._exit(0)
-        os.close(until)
-    capture.suspend_global_capture()
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, pid
+def start_forked_ranks(session: pytest.Session) -> None:
+    """The server that ranks of front ends are forked from, while nothing has run yet. What they write is
+    captured like all else."""
+    import forked_ranks
+
+    if forked_ranks.POSSIBLE:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        forked_ranks.SERVER.start()
+        capture.suspend_global_capture()
 
 
 def taken(item: pytest.Item) -> bool:
@@ -264,22 +248,27 @@ def threads_possible() -> bool:
 def children() -> dict[int, str]:
     """The living children of this process and their command lines; `no_orphans` makes orphans ours."""
     found = {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                state, parent = (
-                    (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-                )
-                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if (
-                int(parent) == os.getpid()
-                and state not in "ZX"
-                and not any(word in command for word in SERVANTS)
-            ):
-                found[int(directory.name)] = command.strip() or "(a forked process)"
+    for pid in _pids_of_children():
+        try:
+            words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        state, parent = words[0], int(words[1])
+        if parent == os.getpid() and state not in "ZX" and not any(word in command for word in SERVANTS):
+            found[pid] = command.strip() or "(a forked process)"
     return found
+
+
+def _pids_of_children() -> list[int]:
+    """Those of every thread, where the kernel lists them: reading what all processes of a machine are takes
+    ten milliseconds, twice a test. Read twice, since a list leaves one out where another ends meanwhile."""
+    threads = list(Path("/proc/self/task").iterdir()) if os.path.exists("/proc/self/stat") else []
+    try:
+        lists = [(thread / "children").read_text().split() for thread in threads * 2]
+        return sorted({int(pid) for pids in lists for pid in pids})
+    except OSError:  # a thread that has ended meanwhile, or a kernel without such lists
+        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
 def left_over(before: set[int]) -> list[str]:

@@ -18,8 +18,20 @@ EVENTS = (
     *("gather", "write gathered", "state dict", "optimizer state dict", "reload state dicts", "save", "load"),
     *("freeze", "thaw", "skip step", "skip block", "close", "stats", "publish"),
 )
+# What happens between the last backward of a step and its update. The loop writes into gradients and weights.
+BETWEEN = (
+    *("halve gradients", "halve some gradients", "add to gradients", "replace gradients", "drop a gradient"),
+    *("zero a gradient", "read norms", "clip some", "evaluate between", "read weights", "shrink weights"),
+    *("halve rate between", "step twice"),
+)
+MORE = (
+    *("full state", "full state of one", "full optimizer state", "halve rate", "penalty", "overflow"),
+    *("two losses", "save in background"),
+)
+WRITES = ("shrink weights", "add to gradients", "penalty")  # or computes with weights by hand
 ADAMS = ("adamw", "adam", "fused", "decoupled", "tensor rate", "maximize")
-NATIVE = (*ADAMS, "amsgrad", "sgd", "momentum", "nesterov")
+TORCHS = (*ADAMS, "amsgrad", "sgd", "momentum", "nesterov")
+NATIVE = (*TORCHS, "lion")
 BY_TENSOR = ("adafactor", "muon")
 ELEMENTWISE = ("rmsprop", "nadam", "adagrad", "adamax", "radam", "rprop", "asgd", "adadelta")
 CODED = ("int8 moments", "split, int8 moments")
@@ -71,9 +83,17 @@ class Case:
         float | None
     )  # of memory, from which a plan is made: bytes a parameter, or as much more as it takes
     moves: int | None  # before this step a new job goes on, with another number of ranks
+    two: bool  # optimizers, of the even and the odd parameters
+    method: bool  # the loop calls a method of the model in place of the model
+    adapters: bool  # train alone, as adapters do
+    varied: bool  # another number of micro-batches in each step
+    file: bool  # what is on the meta device gets its values from one
 
     def has(self, event: str, step: int) -> bool:
         return event in self.events.get(step, ())
+
+    def micro_batches(self, step: int) -> int:
+        return 1 + (self.accumulate + step) % 3 if self.varied else self.accumulate
 
     @property
     def overlapped(self) -> bool:
@@ -94,7 +114,7 @@ def draw(seed: int) -> Case:
     def often(share: float) -> bool:
         return dice.random() < share
 
-    return Case(
+    drawn = Case(
         seed=seed,
         world=pick(WORLDS),
         stage=pick([0, 1, 2, 3, 3]),
@@ -108,7 +128,7 @@ def draw(seed: int) -> Case:
         uneven=often(0.2),
         dtype=pick(["float32", "float32", "float32", "float64"]),
         precision=pick(["none", "none", "bf16", "bf16", "bf16, norms kept", "bf16, fp32 sums", "fp16"]),
-        optimizer=pick(["adamw", *NATIVE, *BY_TENSOR, *ELEMENTWISE]),
+        optimizer=pick(["adamw", *TORCHS, *BY_TENSOR, *ELEMENTWISE]),
         groups=pick([1, 2, 3]),
         late_group=often(0.1),
         clip=pick(["none", "none", "norm", "norm", "norm", "tight", "plain", "plain", "value", "never"]),
@@ -136,7 +156,24 @@ def draw(seed: int) -> Case:
         start=pick(["values", "values", "meta"]),
         limit=pick([None, None, None, None, 4.0, 8.0, 16.0]),
         moves=pick([None, None, 2, 4]),
+        two=often(0.15),
+        method=often(0.2),
+        adapters=often(0.15),
+        varied=often(0.15),
+        file=often(0.5),
     )
+    if often(0.08):
+        drawn = replace(drawn, optimizer="lion")
+    if drawn.adapters:
+        drawn = replace(drawn, block="lora", frozen=False, late_group=False)
+    if drawn.optimizer == "muon" or drawn.late_group:
+        drawn = replace(drawn, two=False)
+    events = {step: [*names] for step, names in drawn.events.items()}
+    for names in events.values():
+        names += [pick(choices) for choices in (MORE, BETWEEN) if often(0.3)]
+    if often(0.4):  # the loop does the same for some steps, and then something else
+        events = {step: names for step, names in events.items() if step >= STEPS - 3}
+    return replace(drawn, events={step: tuple(names) for step, names in events.items()})
 
 
 def allowed(case: Case) -> Case:
@@ -158,6 +195,9 @@ def allowed(case: Case) -> Case:
         case = replace(case, clip="huge")
     if not case.wide or case.offload not in ("none", "host", "parameters on host"):
         case = replace(case, dtype="float32")
+    if case.offload == PLANNED:
+        case = replace(case, varied=False)
+    case = replace(case, file=case.file and case.start == "meta")
     return loop_for(case)
 
 
@@ -205,14 +245,37 @@ def loop_for(case: Case) -> Case:
         changes["moves"] = None  # the new job's optimizer would have other groups
     if case.moves is not None:
         barred.add("close")
+    barred |= barred_between(case)
+    if case.adapters:
+        barred |= {"freeze", "thaw"}
+    if case.offload in CODED:
+        barred.add("full optimizer state")
+    if case.precision != "fp16":
+        barred.add("overflow")
     changes["events"] = {s: tuple(e for e in names if e not in barred) for s, names in case.events.items()}
     return replace(case, **changes)
+
+
+def barred_between(case: Case) -> set[str]:
+    """What may not happen between backward and step, or is not what plain PyTorch does there."""
+    barred = set[str]()
+    if case.offload != "none" and case.overlapped:  # the update may have begun
+        barred |= {*BETWEEN, "penalty", "two losses"}
+    if case.closure or case.late_group:  # it runs inside of the step; its parameters are in no optimizer yet
+        barred |= {*BETWEEN, "penalty", "overflow", "two losses"}
+    if case.precision == "fp16":  # a scaler steps once
+        barred.add("step twice")
+    if case.offload not in ("none", "host", "int8 moments"):  # weights rest elsewhere, or in halves
+        barred |= {*WRITES, "read weights"}
+    if case.optimizer == "maximize":
+        barred.add("penalty")
+    return barred
 
 
 # What may differ in the job that goes on; all else is the model and its training.
 MOVABLE = (
     *("world", "stage", "offload", "recompute", "prefetch", "bucket", "units", "split", "transport"),
-    *("stage_bytes", "stages", "zero", "zero_at", "no_sync", "closure", "start", "limit"),
+    *("stage_bytes", "stages", "zero", "zero_at", "no_sync", "closure", "start", "limit", "file", "method"),
 )
 
 

@@ -11,12 +11,39 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from combinations_case import CLIPS, PLANNED, Case
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import zeroshard as zs
+from zeroshard.extend import register_host_update
 
 WIDTH = 12
+
+
+class Lion(torch.optim.Optimizer):
+    """As Chen et al. wrote it: none of torch's."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            (first, second), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_((mean * first + p.grad * (1 - first)).sign_(), alpha=-lr)
+                mean.mul_(second).add_(p.grad * (1 - second))
+        return loss
+
+
+register_host_update(Lion, "lion")
 
 
 class Lora(nn.Module):
@@ -37,6 +64,7 @@ class Block(nn.Module):
     """A residual block; some kinds have scalars, empty parameters or a list of them. All have odd buffers."""
 
     calls: Tensor
+    phases: Tensor
 
     def __init__(self, kind: str, hidden: int) -> None:
         super().__init__()
@@ -50,6 +78,10 @@ class Block(nn.Module):
         self.vectors = nn.ParameterList(vectors)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("phases", torch.ones(2, dtype=torch.complex64), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """What no file has."""
+        self.phases.fill_(1)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -77,9 +109,15 @@ class Net(nn.Module):
             self.head.weight = self.embedding.weight
         if case.frozen:
             self.blocks[1].requires_grad_(False)
+        if case.adapters:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(name.endswith((".a", ".b", "scale")))
         self.raises = False
 
     def forward(self, tokens: Tensor, skipped: int | None = None) -> dict[str, Tensor]:
+        return self.training_step(tokens, skipped)
+
+    def training_step(self, tokens: Tensor, skipped: int | None = None) -> dict[str, Tensor]:
         x = self.embedding(tokens[:, :-1])
         for number, block in enumerate(self.blocks):
             if number != skipped:
@@ -123,6 +161,13 @@ def empty_of(case: Case) -> tuple[Net, Callable[[nn.Module], None]]:
     return model, fill
 
 
+def file_of(case: Case, folder: Path) -> Path:
+    """The values of `empty_of` in a file, as other libraries write them."""
+    state = {name: tensor.clone() for name, tensor in model_of(case).state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
 def batch(case: Case, step: int, rank: int, micro: int) -> Tensor:
     seeded = torch.Generator().manual_seed(case.seed * 7919 + 1000 * step + 10 * rank + micro)
     return torch.randint(case.vocab, (1 + rank if case.uneven else 2, 6), generator=seeded).to(DEVICE)
@@ -162,7 +207,9 @@ def optimizers_of(case: Case, model: Net) -> list[torch.optim.Optimizer]:
         trained = [p for _, p in named if p.requires_grad]
         matrices = [p for p in trained if p.dim() == 2 and p.numel()]
         rest = [p for p in trained if not (p.dim() == 2 and p.numel())]
-        return [optim.Muon(matrices, lr=1e-2), optim.AdamW(rest, lr=rate)]
+        return [optim.Muon(matrices, lr=1e-2), *([optim.AdamW(rest, lr=rate)] if rest else [])]
+    if case.adapters and case.seed % 2:  # else the optimizer is given frozen ones, too
+        named = [(n, p) for n, p in named if p.requires_grad]
     if case.late_group:
         named = [(n, p) for n, p in named if p.requires_grad and not of_late_group(n)]
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -185,13 +232,16 @@ def optimizers_of(case: Case, model: Net) -> list[torch.optim.Optimizer]:
         "rprop": (optim.Rprop, {"lr": rate / 10}),
         "asgd": (optim.ASGD, {}),
         "adadelta": (optim.Adadelta, {"lr": 1.0}),
+        "lion": (Lion, {"lr": rate / 10}),
     }
     kind, options = kinds[case.optimizer]
+    others = [optim.AdamW([p for _, p in named[1::2]], lr=rate)] if case.two else []
+    named = named[::2] if case.two else named
     groups = [{"params": [p for _, p in named[i :: case.groups]]} for i in range(case.groups)]
     groups = [group for group in groups if group["params"]]
     for number, group in enumerate(groups[1:] if case.optimizer != "adafactor" else (), start=1):
         group.update(group_options(case.optimizer, rate, number))
-    return [kind(groups, **{"lr": rate, **options})]
+    return [kind(groups, **{"lr": rate, **options}), *others]
 
 
 def group_options(optimizer: str, rate: float, number: int) -> dict[str, Any]:

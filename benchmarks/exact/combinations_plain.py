@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -59,6 +60,57 @@ def clip(case: Case, model: nn.Module, limit: float | None) -> None:
         nn.utils.clip_grad_value_(graded, VALUE_LIMIT)
 
 
+def happen_between(
+    events: tuple[str, ...], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """What the loop does between backward and step with what it has: gradients, weights, rates."""
+    graded = [p for p in model.parameters() if p.grad is not None]
+    some = [p for n, p in model.named_parameters() if p.grad is not None and n.startswith(("norm", "head"))]
+    for event in events:
+        if event in ("halve gradients", "halve some gradients"):
+            for p in graded if event == "halve gradients" else some:
+                p.grad.mul_(0.5)  # type: ignore[union-attr]
+        elif event == "add to gradients":
+            for p in graded:
+                p.grad.add_(p.detach(), alpha=0.01)  # type: ignore[union-attr]
+        elif event == "replace gradients":
+            for p in graded:
+                p.grad = p.grad * 0.5  # type: ignore[operator]
+        elif event == "read norms":
+            nn.utils.clip_grad_norm_(graded, math.inf)
+            assert all(float(p.grad.norm()) >= 0 for p in graded if p.grad is not None)
+        elif event == "clip some" and some:
+            nn.utils.clip_grad_norm_(some, 0.05)
+        elif event == "read weights":
+            assert all(math.isfinite(float(p.detach().sum())) for p in model.parameters())
+        elif event == "shrink weights":
+            with torch.no_grad():
+                for p in graded:
+                    p.mul_(0.99)
+        elif event == "halve rate between":
+            halve_rates(optimizers)
+        elif event in ("drop a gradient", "zero a gradient"):
+            chosen = [p for p in some if p.grad is not None][:1]
+            for p in chosen if event == "zero a gradient" else ():
+                p.grad.zero_()  # type: ignore[union-attr]
+            for p in chosen if event == "drop a gradient" else ():
+                p.grad = None
+        graded = [p for p in graded if p.grad is not None]
+        some = [p for p in some if p.grad is not None]
+
+
+def halve_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+
+def penalty(model: nn.Module) -> Tensor | None:
+    """What the loop computes of parameters itself."""
+    own = [p for n, p in model.named_parameters() if p.requires_grad and n.startswith(("norm", "blocks.0"))]
+    return 0.01 * sum((p.square().sum() for p in own), torch.zeros((), device=own[0].device)) if own else None
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
@@ -110,25 +162,30 @@ class Plain:
                 closed = closed or (event == "close" and may_close(self.case, step))
                 if event == "write gathered":
                     write(dict(self.model.named_parameters()))
-                if event == "save" and not closed:
+                if event in ("save", "save in background") and not closed:
                     saved = self.state()
+                if event == "halve rate":
+                    halve_rates(self.optimizers)
                 if event == "load" and not closed and saved is not None:
                     self.restore(saved)
                 if event in ("evaluate", "kept full", "infer"):
-                    with torch.no_grad():
-                        self.found.evaluations.append(
-                            self.computing().eval()(unseen(self.case))["loss"].item()
-                        )
+                    self.evaluate()
             set_frozen(self.case, self.model, step)
             if self.case.late_group and step == LATE_STEP:
                 self.optimizers[0].add_param_group(late_group(self.model))
             self.backward(step)
-            if not self.case.has("skip step", step):
-                self.update()
+            if self.case.has("overflow", step):
+                self.overflow(step)
+            elif not self.case.has("skip step", step):
+                self.update(step)
             for parameter in self.model.parameters():
                 parameter.grad = None
         self.found.weights = weights_of(self.model)
         return self.found
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.found.evaluations.append(self.computing().eval()(unseen(self.case))["loss"].item())
 
     def owners(self) -> list[Any]:
         return [self.model, *self.optimizers, *self.schedules]
@@ -145,10 +202,11 @@ class Plain:
         case, sums, losses = self.case, dict[str, Tensor](), []
         for rank in range(case.world):
             model = self.computing()
-            for micro in range(case.accumulate):
+            micro_batches = case.micro_batches(step)
+            for micro in range(micro_batches):
                 loss = model(batch(case, step, rank, micro), skipped_block(case, step))["loss"]
                 losses.append(loss.item())
-                (loss * self.scale / case.accumulate).backward()
+                (loss * self.scale / micro_batches).backward()
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -165,11 +223,27 @@ class Plain:
             elif case.zero == "to zeros" and name in self.graded:
                 parameter.grad = torch.zeros_like(parameter)
         self.graded |= sums.keys()
+        added = penalty(self.model) if case.has("penalty", step) else None
+        if added is not None:
+            added.backward()
 
-    def update(self) -> None:
+    def overflow(self, step: int) -> None:
+        """A scaler steps not, and scales less from then on."""
+        if not self.case.has("skip step", step):
+            self.scale /= 2
+            for schedule in self.schedules:
+                schedule.step()
+
+    def update(self, step: int) -> None:
+        events = self.case.events.get(step, ())
+        if "evaluate between" in events:
+            self.evaluate()
+        happen_between(events, self.model, self.optimizers)
         limit = PLAIN_LIMIT if self.case.clip == "plain" else CLIPS.get(self.case.clip)
         clip(self.case, self.model, limit)
         for optimizer in self.optimizers:
             optimizer.step()
+            if "step twice" in events:
+                optimizer.step()
         for schedule in self.schedules:
             schedule.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from combinations_model import (
     DEVICE,
     batch,
     empty_of,
+    file_of,
     late_group,
     model_of,
     optimizers_of,
@@ -26,7 +28,20 @@ from combinations_model import (
     skipped_block,
     unseen,
 )
-from combinations_plain import LATE_STEP, PLAIN_LIMIT, SCALE, Trained, clip, may_close, weights_of, write
+from combinations_plain import (
+    LATE_STEP,
+    PLAIN_LIMIT,
+    SCALE,
+    Trained,
+    clip,
+    halve_rates,
+    happen_between,
+    may_close,
+    penalty,
+    weights_of,
+    write,
+)
+from torch import Tensor
 
 import zeroshard as zs
 
@@ -75,9 +90,13 @@ class Loop:
         early = case.schedule in ("before", "one cycle")
         self.schedules = schedules_of(case, self.optimizers) if early else []
         options: dict[str, Any] = {"init": fill, **options_of(case, folder)}
+        if case.file:
+            options = {**options, "init": None, "weights": file_of(case, folder)}
         self.run: zs.Run | None = self.planned(options) if case.offload == PLANNED else self.shard(options)
         if not early:
             self.schedules = schedules_of(case, self.optimizers)
+        if case.method:
+            zs.register_forward_method(self.model, "training_step")
         scaled = case.precision == "fp16"
         self.scalers = [torch.amp.GradScaler(DEVICE, init_scale=SCALE, growth_interval=10**6)] * scaled
         self.saved = False
@@ -140,7 +159,7 @@ class Loop:
         else:
             self.backward(step)
             if not skipped:
-                self.update()
+                self.update(step)
         if case.zero_at == "end" or (skipped and (case.zero_at == "start" or case.offload != "none")):
             self.zero()
         if not skipped:
@@ -159,26 +178,46 @@ class Loop:
 
     def backward(self, step: int) -> float:
         case, losses = self.case, list[float]()
-        for micro in range(case.accumulate):
-            last = micro == case.accumulate - 1
+        micro_batches = case.micro_batches(step)
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
             quiet = case.no_sync and not last and self.run is not None
             with self.run.no_sync() if quiet and self.run else contextlib.nullcontext():
-                loss = self.model(batch(case, step, self.rank, micro), skipped_block(case, step))["loss"]
+                call = self.model.training_step if case.method else self.model
+                loss = call(batch(case, step, self.rank, micro), skipped_block(case, step))["loss"]
                 losses.append(loss.item())
                 if case.zero_at == "middle" and micro == 0:
                     self.zero()
                 if case.has("evaluate in a step", step) and micro == 0 and quiet:
                     self.evaluated()
-                for scaler in self.scalers:
-                    loss = scaler.scale(loss)
-                loss.div(case.accumulate).backward()
+                self.follow(loss / micro_batches, step, last)
         self.found.losses.append(sum(losses) / len(losses))
         return losses[-1]
 
-    def update(self) -> None:
+    def follow(self, loss: Tensor, step: int, last: bool) -> None:
+        """The backward, or two of them, with what the loop adds to the loss."""
+        case = self.case
+        added = penalty(self.model) if last and case.has("penalty", step) else None
+        if added is not None:
+            loss = loss + added
+        if last and case.has("overflow", step) and self.rank == step % case.world:
+            loss = loss * math.inf
+        for scaler in self.scalers:
+            loss = scaler.scale(loss)
+        if last and case.has("two losses", step):
+            (loss * 0.25).backward(retain_graph=True)
+            loss = loss * 0.75
+        loss.backward()
+
+    def update(self, step: int) -> None:
+        events = self.case.events.get(step, ())
         for scaler in self.scalers:
             for optimizer in self.optimizers:
                 scaler.unscale_(optimizer)
+        if "evaluate between" in events and "overflow" not in events:
+            self.found.evaluations.append(self.evaluated())
+        if "overflow" not in events:
+            happen_between(events, self.model, self.optimizers)
         limit = CLIPS.get(self.case.clip) if self.run is None else None
         clip(self.case, self.model, PLAIN_LIMIT if self.case.clip == "plain" else limit)
         for optimizer in self.optimizers:
@@ -186,6 +225,8 @@ class Loop:
                 self.scalers[0].step(optimizer)
             else:
                 optimizer.step()
+                if "step twice" in events:
+                    optimizer.step()
         for scaler in self.scalers:
             scaler.update()
 
@@ -211,6 +252,8 @@ class Loop:
                 optimizer.state_dict()
         elif event == "reload state dicts":
             self.reload()
+        elif event == "halve rate":
+            halve_rates(self.optimizers)
         elif event == "raise in forward":
             self.model.raises = True
             with contextlib.suppress(ValueError):
@@ -234,6 +277,17 @@ class Loop:
         elif event == "save":
             run.save(self.checkpoint, schedulers=self.schedules, scalers=self.scalers)
             self.saved = True
+        elif event == "save in background":
+            run.save(
+                self.checkpoint,
+                schedulers=self.schedules,
+                scalers=self.scalers,
+                background=True,
+                overwrite=True,
+            )
+            self.saved = True
+        elif event.startswith("full"):
+            self.give_and_take(run, event)
         elif event == "load" and self.saved:
             run.load(self.checkpoint, schedulers=self.schedules, scalers=self.scalers)
         elif event == "kept full":
@@ -249,6 +303,16 @@ class Loop:
                 template = copy.deepcopy(self.model).to(DEVICE)
             with torch.no_grad():
                 template(unseen(self.case))
+
+    def give_and_take(self, run: zs.Run, event: str) -> None:
+        """The whole state, on one rank or on all, goes in again and changes nothing."""
+        rank = self.case.world - 1 if event == "full state of one" else None
+        if event != "full optimizer state":
+            run.load_full_state_dict(run.full_state_dict(rank), rank)
+        for optimizer in self.optimizers if event == "full optimizer state" else ():
+            run.load_full_optimizer_state_dict(
+                run.full_optimizer_state_dict(optimizer, rank), optimizer, rank
+            )
 
     def reload(self) -> None:
         """What comes out goes in again, and changes nothing."""

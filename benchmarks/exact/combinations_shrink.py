@@ -45,6 +45,11 @@ SIMPLER: dict[str, tuple[Any, ...]] = {
     "closure": (False,),
     "schedule": ("none",),
     "start": ("values",),
+    "two": (False,),
+    "method": (False,),
+    "adapters": (False,),
+    "varied": (False,),
+    "file": (False,),
 }
 
 

@@ -1,14 +1,17 @@
 """Runs under limits that only just fit, several at a time on one GPU: none may end out of memory.
 
     python benchmarks/gpu/limits.py --seconds 560      # as many of the sixty as fit; again: the rest
+    python benchmarks/gpu/limits.py --choose limits-of-h200.json   # on any machine: the limits, and no run
+    python benchmarks/gpu/limits.py --chosen limits-of-h200.json --seconds 560
     python benchmarks/gpu/limits.py --device cpu --models tiny --limits 3 --together 1
 
 Ten limits for each of three models (a Llama-shaped one, GPT-2 and Qwen2 of transformers, from their configs),
 from the smallest that the planner accepts to what the model takes whole, under both settings of the CUDA
 allocator. Each run is a process of its own that passes `limit=` and `batch=` and nothing else, so that its
 planner measures the machine, and trains `--steps` steps; the limit is the allocator's, too, so others on the
-same GPU cannot be in its way. Rows are written to --out as they come; rows of this commit that are there
-are not run again. The exit status is 1 where a run ended in another way than by training all its steps.
+same GPU cannot be in its way. Rows are written to --out as they come, and a table beside it; rows of this
+commit that are there are not run again. The exit status is 1 where a run ended in another way than by
+training all its steps.
 """
 
 import argparse
@@ -24,7 +27,7 @@ from threading import Condition
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "src"), str(HERE.parents[1] / "shared")]
-ALLOCATORS = {"default": "expandable_segments:False", "expandable": "expandable_segments:True"}
+ALLOCATORS = {"default": None, "expandable": "expandable_segments:True"}
 # Rows and tokens a row: none of them is a size that the planner's measurements use.
 MODELS = {"tiny": (2, 24), "llama": (3, 1344), "gpt2": (5, 608), "qwen2": (2, 1152)}
 GIB = 2**30
@@ -108,7 +111,6 @@ def child(args):
             optimizer.step()
             optimizer.zero_grad()
             row["losses"].append(round(loss.item(), 4))
-        run.close()
     except zs.PlanError as error:
         row |= {"end": "refused", "error": str(error)[:400]}
     except torch.OutOfMemoryError as error:
@@ -126,7 +128,10 @@ def child(args):
 def measured(case, args):
     words = ["--models", case["model"], "--limits", case["limit"], "--steps", args.steps, "--device"]
     setting = ALLOCATORS[case["allocator"]]
-    environment = os.environ | {"PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting}
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    if setting is not None:
+        environment |= dict.fromkeys(names, setting)
     environment["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // args.together, 1))
     begun = time.monotonic()
     command = [sys.executable, __file__, *map(str, words), args.device, "--child"]
@@ -139,6 +144,34 @@ def measured(case, args):
     if row["end"] != "trained":
         row["said"] = done.stderr.strip()[-1500:]
     return case | row | {"seconds": round(time.monotonic() - begun, 1)}
+
+
+def report(rows, args):
+    """A table of all runs, beside the file with their figures."""
+    from provenance import command, preamble, version
+
+    torch_version = ", ".join(sorted({row["torch"] for row in rows})) or version("torch")
+    known = {
+        "hardware": args.hardware,
+        "commit": ", ".join(sorted({row["commit"][:7] for row in rows})),
+        "command": command(),
+    }
+    text = preamble("Runs under limits that only just fit", "Llama-shaped, GPT-2 and Qwen2", **known)
+    trained = sum(row["end"] == "trained" for row in rows)
+    text += [
+        f"{len(rows)} runs, {trained} of which trained all of their {args.steps} steps; torch",
+        f"{torch_version}, {args.together} at a time on one GPU, each under its own limit. Peaks are the",
+        "allocator's, in GiB.",
+        "",
+        "| model | allocator | limit | planned | peak | reserved | plan | end |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["model"], row["allocator"], row["limit"])):
+        sizes = (row["limit"], *(row.get(name, 0) for name in ("planned", "peak", "reserved")))
+        shown = " | ".join(f"{size / GIB:.2f}" if size else "" for size in sizes)
+        plan = row.get("plan", "").removeprefix("stage 0, ")
+        text.append(f"| {row['model']} | {row['allocator']} | {shown} | {plan} | {row['end']} |")
+    args.out.with_suffix(".md").write_text("\n".join(text) + "\n")
 
 
 class Memory:
@@ -164,18 +197,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--models", nargs="+", default=["llama", "gpt2", "qwen2"], choices=list(MODELS))
+    parser.add_argument("--allocators", nargs="+", default=list(ALLOCATORS), choices=list(ALLOCATORS))
     parser.add_argument("--limits", type=int, default=10, help="for each model and allocator")
+    parser.add_argument("--choose", type=Path, help="write the limits of each model there, and end")
+    parser.add_argument("--chosen", type=Path, help="take them from there: choosing them takes minutes")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--together", type=int, default=5)
     parser.add_argument("--room-gib", type=float, default=120.0, help="of the GPU, for all together")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no run begins")
     parser.add_argument("--limit-s", type=float, default=240.0, help="for one run")
-    parser.add_argument("--out", type=Path, default=Path("limits.json"))
+    parser.add_argument("--hardware", default="one NVIDIA H200, 16 cores")
+    parser.add_argument("--out", type=Path, default=Path("gpu-limits.json"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args)
         return 0
+    if args.choose:
+        args.choose.write_text(json.dumps({name: limits_of(name, args) for name in args.models}) + "\n")
+        return 0
+    chosen = json.loads(args.chosen.read_text()) if args.chosen else {}
     begun, now = time.monotonic(), commit()
     known = json.loads(args.out.read_text()) if args.out.exists() else []
     rows = [row for row in known if row["commit"] == now]
@@ -184,8 +225,8 @@ def main():
     cases = [
         {"model": name, "allocator": allocator, "limit": limit, "commit": now, "torch": version("torch")}
         for name in args.models
-        for limit in limits_of(name, args)
-        for allocator in (ALLOCATORS if args.device == "cuda" else ["default"])
+        for limit in chosen.get(name) or limits_of(name, args)
+        for allocator in (args.allocators if args.device == "cuda" else ["default"])
     ]
 
     def one(case):
@@ -197,6 +238,7 @@ def main():
                 row = measured(case, args)
                 rows.append(row)
                 args.out.write_text(json.dumps(rows, indent=1) + "\n")
+                report(rows, args)
                 said = f"{row['model']:>6} {row['allocator']:<10} {row['limit'] / GIB:7.2f} GiB  {row['end']}"
                 print(f"{said}  {row.get('plan', '')}", flush=True)
         finally:

@@ -31,12 +31,15 @@ def placed(target: str) -> str | None:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that lie outside of docs/."""
+    """Adds the pages that lie outside of docs/, and the pictures of results."""
     results = sorted((ROOT / "benchmarks").rglob("*.md"))
     for name in [*BESIDE, *(str(path.relative_to(ROOT)) for path in results)]:
         if (ROOT / name).exists():
             text = (ROOT / name).read_text(encoding="utf-8")
             files.append(File.generated(config, f"project/{name}", content=text))
+    for picture in sorted((ROOT / "benchmarks" / "results").glob("*.svg")):
+        name = f"project/{picture.relative_to(ROOT)}"
+        files.append(File.generated(config, name, content=picture.read_text(encoding="utf-8")))
     return files
 
 
@@ -70,3 +73,12 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
         raise PluginError(f"{page.file.src_uri} would fetch {fetched[0]}")
     chinese = page.file.src_uri.startswith("zh/") or page.file.src_uri.endswith(".zh-CN.md")
     return output.replace('<html lang="en"', '<html lang="zh-CN"', 1) if chinese else output
+
+
+def on_post_build(config: Any) -> None:
+    """Ends the build where a page shows a picture that the site has not."""
+    site = Path(config.site_dir)
+    for page in site.rglob("*.html"):
+        for source in re.findall(r"""<img\b[^>]*?\bsrc="([^":]+)\"""", page.read_text(encoding="utf-8")):
+            if not (page.parent / source).exists():
+                raise PluginError(f"{page.relative_to(site)} shows {source}, which is not in the site")

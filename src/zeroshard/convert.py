@@ -192,7 +192,7 @@ def deepspeed(config: Config, auto: Mapping[str, Any], ask: bool = True) -> Conv
     result = Converted("DeepSpeed")
     used = _file_away(flat, result)
     asked = _Asked(flat, dict(auto), ask, result)
-    result.options = {name: value for name, value in _options(asked) if value is not None}
+    result.options.update((name, value) for name, value in _options(asked) if value is not None)
     Options(**result.options)  # what contradicts itself is told here
     unknown = asked.auto.keys() - asked.taken
     if unknown:
@@ -201,7 +201,7 @@ def deepspeed(config: Config, auto: Mapping[str, Any], ask: bool = True) -> Conv
             f'from_deepspeed(): {sorted(unknown)[0]}= stands for no "auto" of the configuration, which are '
             f"{', '.join(known) or 'none'}."
         )
-    result.not_needed = [key for key in used if key not in asked.read]
+    result.not_needed.extend(key for key in used if key not in asked.read)
     return result
 
 
@@ -426,9 +426,9 @@ def fsdp(section: Config, where: str = "fsdp_config") -> Converted:
         options["recompute"] = True
     if str(told.get("auto_wrap_policy")).upper() == "NO_WRAP":
         options["units"] = "none"
-    result.options = options
+    result.options.update(options)
     read = ("sharding_strategy", "offload_params", "cpu_offload", "activation_checkpointing", "version")
-    result.not_needed = [name for name in told if name not in (*read, "reshard_after_forward")]
+    result.not_needed.extend(name for name in told if name not in (*read, "reshard_after_forward"))
     return result
 
 

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from zeroshard.launch.join import announced as announced_group
     from zeroshard.launch.join import join as join_group
     from zeroshard.launch.launcher import run as launch
+    from zeroshard.layout.memory import KINDS, OUTSIDE
     from zeroshard.layout.specs import TransportTraits
-    from zeroshard.layout.timeline import KINDS, OUTSIDE
     from zeroshard.machine import GPUS, NETWORKS, Machine, machine
     from zeroshard.options import Options, dtype_name
     from zeroshard.output_file import write_file
@@ -80,7 +80,7 @@ _SOURCES = {
     "launch.job": "LaunchJob, PRELOAD, rank_range",
     "launch.join": "announced as announced_group, join as join_group",
     "launch.launcher": "run as launch",
-    "layout.timeline": "KINDS, OUTSIDE",
+    "layout.memory": "KINDS, OUTSIDE",
     "machine": "GPUS, Machine, NETWORKS, machine",
     "options": "Options, dtype_name",
     "output_file": "write_file",

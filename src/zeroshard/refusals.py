@@ -153,6 +153,14 @@ def refuse_tried(optimizers: Sequence[Optimizer], options: Options, ranks: int) 
     return tried
 
 
+def refuse_options(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
+    """Options that do not go with this model and these optimizers."""
+    refuse_rows(optimizers, options)
+    refuse_second_names(model, options)
+    refuse_patterns(model, optimizers, options)
+    refuse_precision(model, options.precision)
+
+
 def refuse_rows(optimizers: Sequence[Optimizer], options: Options) -> None:
     """Rows asked for where torch's own optimizer is known to look at whole matrices."""
     for optimizer in optimizers if options.split == "rows" else ():

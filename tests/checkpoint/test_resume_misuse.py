@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import whole_weights
 from test_checkpoint_hostile import rewrite
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
@@ -91,8 +92,7 @@ def test_a_checkpoint_before_the_first_step_takes_later_state_away(tmp_path: Pat
         model, optimizer, run = made(**options)
         run.save(tmp_path / name)
         step(model, optimizer)
-        with run.gathered() as whole:
-            first = {key: p.detach().clone() for key, p in whole.items()}
+        first = whole_weights(run)
         run.load(tmp_path / name)
         step(model, optimizer)
         with run.gathered() as whole:

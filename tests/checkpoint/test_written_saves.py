@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from models import whole_weights
 from torch import nn
 
 import zeroshard as zs
@@ -61,8 +62,7 @@ def gathered(model: nn.Module, run: zs.Run) -> None:
 def told_again(folder: str, write: Any, options: dict[str, Any]) -> list[bool]:
     """Whether the checkpoint has each weight as it was at the save."""
     model, _, run = made(**options)
-    with run.gathered() as whole:
-        before = {name: p.detach().clone() for name, p in whole.items()}
+    before = whole_weights(run)
     with patch.object(FileImage, "fill", slowly):
         pending = run.save(Path(folder) / "step-2", background=True)
         assert isinstance(pending, PendingSave)

@@ -98,9 +98,13 @@ def test_small_sums_of_different_lengths_are_refused(kind: str) -> None:
     assert "[0, 1] values by rank" in text
 
 
+@pytest.mark.parametrize("late", [0.0, 1.5], ids=["at once", "after a long wait"])
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
-def test_a_mismatch_names_what_every_rank_waits_for(kind: str) -> None:
+def test_a_mismatch_names_what_every_rank_waits_for(kind: str, late: float) -> None:
+    """Also where rank 0 has said already that it waits for the transport buffer."""
+
     def body(transport: Transport) -> None:
+        time.sleep(late * transport.rank)
         wires = [transport.allocate(f"bucket {n}", 4, torch.float32) for n in range(2)]
         wire = wires[transport.rank]
         transport.reduce("gradients", wire.key, wire, [2, 2], torch.empty(2), 1.0).wait()
@@ -110,21 +114,6 @@ def test_a_mismatch_names_what_every_rank_waits_for(kind: str) -> None:
     assert "rank 0 waits for its gradients [bucket 0]; rank 1 waits for its gradients [bucket 1]" in plain
     assert (plain != text) is (kind == "gloo")
     assert "check branches" in text
-
-
-@pytest.mark.parametrize("kind", ["shm", "gloo"])
-def test_a_mismatch_right_after_a_long_wait_is_found_out(kind: str) -> None:
-    def body(transport: Transport) -> None:
-        if transport.rank == 1:
-            time.sleep(1.5)  # rank 0 has said by now that it waits for the transport buffer
-        wires = [transport.allocate(f"bucket {n}", 4, torch.float32) for n in range(2)]
-        wire = wires[transport.rank]
-        transport.reduce("gradients", wire.key, wire, [2, 2], torch.empty(2), 1.0).wait()
-
-    text = one_text(threads(kind, 2, body, fails=True))
-    plain = re.sub(r" \(called at test_comm_failures.py:\d+\)", "", text)
-    assert "rank 0 waits for its gradients [bucket 0]; rank 1 waits for its gradients [bucket 1]" in plain
-    assert (plain != text) is (kind == "gloo")
 
 
 @pytest.mark.parametrize("kind", ["shm", "gloo"])

@@ -42,8 +42,7 @@ def trained(options: dict[str, Any]) -> dict[str, Tensor]:
         model(batch(step, run.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with run.gathered() as whole:
-        weights = {name: p.detach().clone() for name, p in whole.items()}
+    weights = models.whole_weights(run)
     run.close()
     return weights
 

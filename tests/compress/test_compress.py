@@ -166,8 +166,7 @@ def in_two_bits(compiled: bool) -> tuple[int, dict[str, Tensor]]:
         gaps = [hole for coded in rows if isinstance(coded, DeltaGather) for hole in coded._holes]
         assert gaps, "padding is not saved, so what is believed of it must stay nothing"
         assert not any(hole.any() for hole in gaps)
-        with run.gathered() as whole:
-            weights = {name: p.detach().clone() for name, p in whole.items()}
+        weights = models.whole_weights(run)
         run.close()
     return counted, weights
 
@@ -242,8 +241,7 @@ def embed(options: dict[str, Any], dtype: torch.dtype, sparse: bool = False) -> 
         optimizer.step()
         optimizer.zero_grad()
     stats = run.stats()
-    with run.gathered() as whole:
-        weights = {name: p.detach().clone() for name, p in whole.items()}
+    weights = models.whole_weights(run)
     run.close()
     return {"weights": weights, "unused": unused, "stats": stats}
 

@@ -148,8 +148,7 @@ def trained(options: dict[str, Any], path: Path | None, steps: tuple[int, int]) 
         optimizer.zero_grad()
     if path is not None and not steps[0]:
         run.save(path)
-    with run.gathered() as whole:
-        weights = {name: p.detach().clone() for name, p in whole.items()}
+    weights = models.whole_weights(run)
     run.close()
     return weights
 

@@ -66,7 +66,7 @@ def sums(codecs: list[Any], options: dict[str, Any], steps: int) -> list[dict[st
         shapes = {name: value.shape for name, value in total.items()}
         rest = {
             held.name: held.read(0, held.numel).double().view(shapes[held.name])
-            for held in run._runtime.sync_strategy.private()
+            for held in run._runtime.sync_strategy.state().private
             if held.key.startswith("residual") and held.name in shapes
         }
         told.append({"total": total, "rest": rest, "of sums": kept_of_sums(run)})

@@ -17,7 +17,7 @@ from zeroshard.grads import bucket as held
 from zeroshard.grads.bucket import OwnRows, shares_of
 from zeroshard.kernels import library
 from zeroshard.kernels.passes import SumSpan
-from zeroshard.layout import timeline
+from zeroshard.layout import memory
 from zeroshard.layout.memory import MemoryModel
 from zeroshard.layout.sharding import FlatPackLayout, PackLayout, slots_for
 from zeroshard.options import Options
@@ -134,7 +134,7 @@ def test_a_plan_counts_what_is_held() -> None:
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
     setup = MemoryModel(units, Options(stage=2, bucket_bytes=4 * 256 * 257), 2, rules)
     for staged in (False, True):
-        arrivals = timeline._Arrivals(
+        arrivals = memory._Arrivals(
             replace(setup, traits=replace(setup.traits, staged=staged)), unsynced=False
         )
         for bucket in setup.buckets:

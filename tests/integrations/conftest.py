@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from forked_ranks import ForkedRanks
 
 from zeroshard.testing import Ranks
 
@@ -14,7 +15,7 @@ collect_ignore_glob = [f"test_{name}*.py" for name, library in NEEDS.items() if 
 
 def started(size: int) -> Iterator[Ranks]:
     """Ranks where warnings are no errors: those of other libraries are not ours to mend."""
-    ranks = Ranks(size, warn="ignore")
+    ranks = ForkedRanks(size, warn="ignore")
     yield ranks
     ranks.stop()
 

@@ -127,14 +127,23 @@ def test_a_store_that_does_not_answer_ends_the_run_with_advice(script: Write) ->
 
 
 @pytest.mark.parametrize(
-    ("said", "threads"), [("4,2", "4,2"), ("", "8"), ("0", "8"), ("all", "8"), (" 3 ", " 3 ")]
+    ("said", "threads"),
+    [
+        ("4,2", "4,2"),
+        ("", "8"),
+        ("0", "8"),
+        ("all", "8"),
+        (" 3 ", " 3 "),
+        ("9" * 11, "8"),
+        ("2147483648", "8"),
+    ],
 )
 def test_threads_are_said_as_openmp_takes_them(said: str, threads: str) -> None:
     environ = {"OMP_NUM_THREADS": said}
     assert (environ | shared_environment(LaunchJob(2, "t.py"), environ, 16))["OMP_NUM_THREADS"] == threads
 
 
-@pytest.mark.parametrize(("said", "threads"), [("2,3", 2), ("", 1), ("0", 1)])
+@pytest.mark.parametrize(("said", "threads"), [("2,3", 2), ("", 1), ("0", 1), ("99999999999", 1)])
 def test_ranks_have_the_threads_that_were_said(script: Write, said: str, threads: int) -> None:
     path = script("import torch\nprint(torch.get_num_threads())")
     job = f"{os.cpu_count()}, {str(path)!r}"

@@ -67,8 +67,8 @@ def test_sums_over_ranks_are_the_layouts(split: Any, world: int) -> None:
         for bucket in setup.buckets:
             pack = (FlatPackLayout if stage == 0 else PackLayout)(bucket.slots, world, flags=True)
             assert bucket.wire_numel == pack.wire
-            assert [bucket.shard(rank) for rank in range(world)] == list(pack.shards)
-            assert bucket.full == pack.full
+            assert [bucket.pack.shard(rank) for rank in range(world)] == list(pack.shards)
+            assert bucket.pack.full == pack.full
 
 
 def test_the_heaviest_rank_and_the_imbalance() -> None:
@@ -87,7 +87,7 @@ def test_the_heaviest_rank_and_the_imbalance() -> None:
 def test_no_rank_is_heavier_than_the_heaviest(world: int, split: Any) -> None:
     units = (UnitSpec("", weights([(13, 3), (5,), (), (64, 2), (1, 100), (0, 4), (9, 31), (10, 1)])),)
     setup = MemoryModel(units, Options(stage=3, split=split), world)
-    owned = [sum(s.held(r) for s in setup.slots.values() if s.split != "copy") for r in range(world)]
+    owned = [sum(s.held(r) for s in setup.tensors.slots.values() if s.split != "copy") for r in range(world)]
     assert heaviest(setup).rank == owned.index(max(owned))
     assert imbalance(setup) == pytest.approx(max(owned) * world / sum(owned) - 1)
 

@@ -80,8 +80,7 @@ def trained(options: dict[str, Any], slowness: float = 0.0) -> tuple[dict[str, T
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    with run.gathered() as whole:
-        result = {name: p.detach().clone() for name, p in whole.items()}
+    result = models.whole_weights(run)
     counts = run.stats().updates
     run.close()
     return result, counts

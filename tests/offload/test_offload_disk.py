@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import whole_weights
 from offload_loop import batch, make_model, on_disk, thirds
 from torch import Tensor, nn
 
@@ -39,8 +40,7 @@ def test_a_state_dict_has_what_is_on_the_disk(
         run = zs.shard(model, optimizer, offload=offload, precision=precision, clip_norm=clip_norm)
         model(batch(0, 0)).backward()
         optimizer.step()
-        with run.gathered() as whole:
-            expected = {name: p.detach().clone() for name, p in whole.items()}
+        expected = whole_weights(run)
         found = model.state_dict()
         assert_same_bits({name: found[name] for name in expected}, expected)
         for place, module in model.named_modules():
@@ -247,8 +247,7 @@ def trained_transposed(path: str | None, clip: float | None) -> dict[str, Tensor
         model(torch.randn(4, 2, generator=torch.Generator().manual_seed(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with run.gathered() as whole:
-        found = {name: p.detach().clone() for name, p in whole.items()}
+    found = whole_weights(run)
     run.close()
     return found
 

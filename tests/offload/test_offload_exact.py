@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from offload_loop import SPIKES, Case, Trained, furthest, make_model, parts, plain_once, trained
+from offload_loop import (
+    SPIKES,
+    THREE_SPIKES,
+    Case,
+    Trained,
+    furthest,
+    make_model,
+    parts,
+    plain_once,
+    trained,
+)
 
 import zeroshard as zs
 from zeroshard.kernels import split
@@ -15,7 +25,7 @@ from zeroshard.testing import assert_same_bits
 CLOSE = 1e-6
 STAGES = (0, 1, 2, 3)
 FAST = ("adamw", "adam", "amsgrad", "sgd", "momentum", "nesterov")
-SHORT = Case(steps=24)  # three spikes
+SHORT = Case(steps=THREE_SPIKES)
 
 
 def ways(result: Trained) -> dict[str, int]:
@@ -31,13 +41,13 @@ def test_one_rank_has_the_numbers_of_torch(optimizer: str) -> None:
     distance, name = furthest(result.weights, plain_once(case).weights)
     assert distance <= CLOSE, name
     if optimizer == "amsgrad":
-        assert ways(result) == {"early": 0, "late": 50, "undone": 0}, "a maximum cannot be taken back"
+        assert ways(result) == {"early": 0, "late": case.steps, "undone": 0}, "a maximum cannot be taken back"
     else:
         # The first norm is unknown; after it, four spikes come unexpected, and the step after each waits.
         found = ways(result)
         assert found["undone"] == 4
         assert found["late"] in (6, 7)
-        assert sum(found.values()) == 50
+        assert sum(found.values()) == case.steps
 
 
 def test_the_reference_clips_where_the_case_says() -> None:

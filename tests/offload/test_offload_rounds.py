@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from models import whole_weights
 from offload_loop import furthest
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -98,8 +99,7 @@ def trained(loop: Loop, stage: int, clip: float, offload: dict[str, Any]) -> dic
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    with run.gathered() as whole:
-        found = {name: p.detach().clone() for name, p in whole.items()}
+    found = whole_weights(run)
     run.close()
     return found
 

@@ -11,20 +11,31 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from offload_loop import OPTIMIZERS, Case, Trained, batch, make_model, offloaded, paced, parts, thirds
+from models import whole_weights
+from offload_loop import (
+    OPTIMIZERS,
+    THREE_SPIKES,
+    Case,
+    Trained,
+    batch,
+    make_model,
+    offloaded,
+    paced,
+    parts,
+    thirds,
+)
 from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard import options as config
 from zeroshard.errors import OptionError
-from zeroshard.layout.memory import MemoryModel
+from zeroshard.layout.memory import IN_FLIGHT, MemoryModel, step_moments
 from zeroshard.layout.placement import Placement, UnitPlacement
-from zeroshard.layout.timeline import IN_FLIGHT, step_moments
 from zeroshard.optim import sharded_optimizer as step_module
 from zeroshard.planner.signatures import blocks_of, rules_of
 from zeroshard.testing import PeakBytes, assert_same_bits, ranks
 
-SHORT = Case(steps=24)  # three spikes, so that clipping is active
+SHORT = Case(steps=THREE_SPIKES)  # so that clipping is active
 SPLIT = zs.Offload(optimizer="device", master="split")
 Options = dict[str, Any]
 
@@ -56,10 +67,10 @@ def check_same(got: Trained, want: Trained) -> None:
 
 CASES = [
     SHORT,
-    Case("momentum", steps=24),
-    Case("rmsprop", steps=24),
-    Case(steps=24, accumulate=2, tied=True),
-    Case(steps=24, skips=True),
+    Case("momentum", steps=THREE_SPIKES),
+    Case("rmsprop", steps=THREE_SPIKES),
+    Case(steps=THREE_SPIKES, accumulate=2, tied=True),
+    Case(steps=THREE_SPIKES, skips=True),
 ]
 
 
@@ -125,8 +136,7 @@ def train(
 
 
 def bits(run: zs.Run) -> dict[str, Tensor]:
-    with run.gathered() as found:
-        return {name: p.detach().clone() for name, p in found.items()}
+    return whole_weights(run)
 
 
 def by_hand(split: bool, stage: int) -> dict[str, Tensor]:
@@ -273,7 +283,7 @@ def test_gradients_of_state_on_the_device_wait_beside_those_that_leave() -> None
     places = [UnitPlacement(u.label, "device" if u is units[-1] else "host", "device") for u in units]
     setup = MemoryModel(units, options, 1, rules, placement=Placement(tuple(places)))
     waiting = 2 * units[-1].numel
-    leaving = max(2 * bucket.full for bucket in setup.buckets if bucket.part is not None)
+    leaving = max(2 * bucket.pack.full for bucket in setup.buckets if bucket.part is not None)
     gradients = step_moments(setup, ())[-1].kinds["gradients"]
     assert waiting + leaving <= gradients <= waiting + IN_FLIGHT * leaving
 
@@ -307,7 +317,7 @@ def test_whole_tensors_keep_a_plain_master() -> None:
     run = zs.shard(model, both, precision="bf16", offload=SPLIT)
     before = run.stats().live["state"]
     setup = MemoryModel(units, run.options, 1, rules)
-    assert before == sum(setup.master_bytes(gather_group) for gather_group in setup.gather_groups)
+    assert before == sum(g.master_width * g.pack.body(setup.rank) for g in setup.gather_groups)
     assert {p.dtype for p in model.blocks.parameters()} == {torch.float32}
     assert model.head.weight.dtype == torch.bfloat16
     run.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_loop import Case, Trained, furthest, parts, plain_once, thirds, trained
+from offload_loop import THREE_SPIKES, Case, Trained, furthest, parts, plain_once, thirds, trained
 
 import zeroshard as zs
 from zeroshard.layout import memory
@@ -17,8 +17,8 @@ from zeroshard.testing import assert_same_bits
 from zeroshard.tiers import disk
 
 CLOSE = 1e-6
-SHORT = Case(steps=24)  # three spikes
-TWICE = Case(steps=24, accumulate=2)
+SHORT = Case(steps=THREE_SPIKES)
+TWICE = Case(steps=THREE_SPIKES, accumulate=2)
 
 
 def ways(result: Trained) -> dict[str, int]:

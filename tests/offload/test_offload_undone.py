@@ -90,8 +90,7 @@ def trained(stage: int, between: str, options: dict[str, Any]) -> tuple[list[flo
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    with run.gathered() as whole:
-        found = {name: p.detach().clone() for name, p in whole.items()}
+    found = models.whole_weights(run)
     counts = run.stats().updates
     assert counts["early"] > 0
     run.close()
@@ -141,8 +140,7 @@ def clipped(stage: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], int
         optimizer.zero_grad()
         if step % 2:
             evaluate(model, run, run.rank)
-    with run.gathered() as whole:
-        found = {name: p.detach().clone() for name, p in whole.items()}
+    found = models.whole_weights(run)
     undone = run.stats().updates["undone"]
     run.close()
     return found, undone

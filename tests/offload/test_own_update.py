@@ -15,6 +15,7 @@ from kernel_values import BF16, F16, F32, both_paths, built, rough
 from offload_loop import (
     CLIP,
     OPTIMIZERS,
+    THREE_SPIKES,
     Case,
     batch,
     furthest,
@@ -299,10 +300,10 @@ def test_a_step_of_lion_is_checked_and_cannot_be_taken_back() -> None:
 @pytest.mark.parametrize("where", ["host", "disk", "parameters"])
 def test_lion_waits_for_the_norm_and_has_the_numbers_of_its_own_loop(where: str, tmp_path: Path) -> None:
     offload = {"host": parts(), "disk": on_disk(tmp_path), "parameters": parts(parameters="host")}[where]
-    case = Case("lion", steps=24, skips=where == "host")
+    case = Case("lion", steps=THREE_SPIKES, skips=where == "host")
     found, want = trained(1, case, 3, offload), plain(case)
     assert found.stats is not None
-    assert found.stats.updates == {"early": 0, "late": 24, "undone": 0}
+    assert found.stats.updates == {"early": 0, "late": case.steps, "undone": 0}
     distance, name = furthest(found.weights, want.weights)
     assert distance <= 1e-6, name
     means = [{n: state["exp_avg"] for n, state in run.state.items()} for run in (found, want)]

@@ -36,8 +36,7 @@ def train(options: dict[str, Any], fused: bool) -> dict[str, Tensor]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    with run.gathered() as whole:
-        weights = {name: p.detach().clone() for name, p in whole.items()}
+    weights = models.whole_weights(run)
     run.close()
     return weights
 

@@ -226,7 +226,17 @@ def test_what_is_computed_is_of_the_whole(layout: str, world: int) -> None:
     )
 
 
+def same(one: Any, other: Any) -> bool:
+    """Most are, which takes a tenth of the time to see that a comparison with tolerances takes."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return all(map(same, one, other))
+    tensors = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype
+    return tensors and torch.equal(one, other)
+
+
 def alike(told: list[dict[str, Any]], what: str, expected: Any) -> bool:
+    if all(same(found.get(what), expected) for found in told):
+        return True
     try:
         for found in told:
             torch.testing.assert_close(found.get(what), expected, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -15,6 +15,7 @@ from test_planner import problem
 
 import zeroshard as zs
 from zeroshard.machine import machine
+from zeroshard.planner.candidates import GAPS, MOST_GAPS, PARTLY_FILLED
 from zeroshard.planner.choice import choose
 from zeroshard.planner.plan import Plan
 from zeroshard.runtime import measure, plan_guard
@@ -77,6 +78,40 @@ def test_a_margin_is_kept_for_the_settings_of_the_allocator(
     for margin, then in ((0.03, 0.03), (0.02, 0.03), (7.0, measure.MOST_MARGIN)):
         measure.raise_margin(cpu, margin)
         assert measure.here(cpu).margin == then
+
+
+def test_what_comes_and_goes_leaves_gaps_where_a_run_is_held_to_its_limit() -> None:
+    """A plan for the machine at hand leaves room for them, up to 640 MiB; one made elsewhere does not."""
+    own = machine("H100", margin=0.015, workspace=2**20, source="measured")
+    for limit in (2.0, 2.5, 1000):
+        chosen = choose(problem(limit, machine=own)).chosen
+        moving = chosen.asked - sum(chosen.kinds.get(kind, 0) for kind in ("parameters", "state", "inputs"))
+        moving -= chosen.kinds["workspace"]
+        gaps = min(int(GAPS * moving), MOST_GAPS)
+        assert chosen.kinds["margin"] == max(int(chosen.asked * 0.015), gaps) + PARTLY_FILLED
+        plan = choose(problem(limit, machine=dataclasses.replace(own, source="a sheet")))
+        assert plan.chosen.kinds["margin"] == int(plan.chosen.asked * 0.015) + PARTLY_FILLED
+    small = choose(problem(2.5, machine=own))
+    assert any("gaps between what comes and goes in a step" in reason for reason in small.reasons)
+
+
+@pytest.mark.parametrize(
+    ("settings", "then"),
+    [
+        ("", "max_split_size_mb:1073741824"),
+        ("garbage_collection_threshold:0.8", "garbage_collection_threshold:0.8,max_split_size_mb:1073741824"),
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:64", None),
+    ],
+)
+def test_settings_of_the_user_stay(settings: str, then: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit the allocator divides no large blocks, beside what it was told; and does again after."""
+    changed = list[str]()
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changed.append, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    plan_guard._divide_large_blocks(True)
+    assert changed == ([] if then is None else [then])
 
 
 def test_the_plan_says_whose_margin_it_is() -> None:

@@ -15,7 +15,7 @@ import torch
 
 import zeroshard as zs
 from zeroshard import cli
-from zeroshard.layout.timeline import KINDS, OUTSIDE
+from zeroshard.layout.memory import KINDS, OUTSIDE
 from zeroshard.planner.answer import ModelProblem, problem_of
 from zeroshard.report import page
 

@@ -12,7 +12,8 @@ from plan_models import ON_DEVICE, measured_step
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.planner.trace import ExampleInputs, Tracer
+from zeroshard.planner.signatures import ExampleInputs
+from zeroshard.planner.trace import Tracer
 from zeroshard.testing import ranks
 
 WIDTH, BLOCKS = 64, 6

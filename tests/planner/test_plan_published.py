@@ -102,7 +102,7 @@ def test_rings_grow_with_ranks_and_trees_by_their_depth() -> None:
     def latency(world: int, gpu: bool) -> float:
         asked = problem(1000, machine=machine("H100", gpu=gpu), world=world)
         setup = asked.setup(asked.way(3))
-        gathers = sum(1 if setup.keeps(group) else 2 for group in setup.gather_groups)
+        gathers = sum(1 if group.keeps else 2 for group in setup.gather_groups)
         return 1e6 * _latency(setup, asked.machine) / (len(setup.buckets) + gathers)
 
     assert [latency(world, False) for world in (8, 1024)] == pytest.approx([60, 200])

@@ -25,10 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard as zs
 from zeroshard.grads import ReducedBucket
-from zeroshard.layout.memory import MemoryModel
+from zeroshard.layout.memory import MemoryModel, step_moments
 from zeroshard.layout.sharding import ShardSpec
 from zeroshard.layout.specs import GPU_TRAITS, TransportTraits
-from zeroshard.layout.timeline import step_moments
 from zeroshard.params.sharded_param import ShardedTensors
 from zeroshard.planner.signatures import blocks_of, rules_of
 

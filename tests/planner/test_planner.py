@@ -11,13 +11,13 @@ from typing import Any
 import models
 import pytest
 import torch
+from plan_models import assert_a_step_holds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.errors import OptionError
-from zeroshard.layout.memory import MemoryModel
-from zeroshard.layout.timeline import StepSegment, peak_of, step_moments
+from zeroshard.layout.memory import MemoryModel, StepSegment, peak_of, step_moments
 from zeroshard.layout.traffic import SentBytes, sent_by_rank
 from zeroshard.machine import GPUS, machine
 from zeroshard.options import Options
@@ -25,8 +25,8 @@ from zeroshard.planner.candidates import moments_of
 from zeroshard.planner.choice import choose
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.planning_problem import OpenChoices, PlannedStep, PlanningProblem, TierLimits
-from zeroshard.planner.signatures import blocks_of, rules_of, tokens
-from zeroshard.planner.trace import ExampleInputs, Tracer
+from zeroshard.planner.signatures import ExampleInputs, blocks_of, rules_of, tokens
+from zeroshard.planner.trace import Tracer
 from zeroshard.testing import PeakBytes, assert_bytes, ranks
 
 GIB = 2**30
@@ -121,33 +121,12 @@ class Checkpointed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
 
 
-def peak_of_segments(segments: list[StepSegment]) -> int:
-    """The most that a step holds beside parameters and gradients."""
-    most = saved = 0
-    for segment in segments:
-        most, saved = max(most, saved + segment.forward), saved + segment.saved
-    for segment in reversed(segments):
-        most, saved = max(most, saved + segment.backward), saved - segment.saved
-    return most
-
-
 @pytest.mark.parametrize(("factory", "batch", "recompute"), CASES)
 def test_a_trace_is_what_a_step_really_holds(factory: Any, batch: Tensor, recompute: bool) -> None:
     """Bytes of all tensors that the operations of a real step make, gradients let go as they arrive."""
     names = [unit.name for unit in blocks_of(on_meta(factory), None, "auto") if unit.name]
     segments = Tracer(on_meta(factory), names, lambda _: recompute, {}).run(ExampleInputs.of(batch), None)
-    real = factory()
-    for name in names if recompute else []:
-        module = real.get_submodule(name)
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    for p in real.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with PeakBytes() as peak:
-        loss = real(batch)
-        held = peak.now
-        loss.backward()
-    assert sum(s.saved for s in segments) + loss.nbytes == held
-    assert peak_of_segments(segments) == peak.most
+    assert_a_step_holds(segments, factory(), batch, names if recompute else [])
 
 
 def test_recomputation_saves_less_and_costs_a_forward() -> None:
@@ -179,11 +158,11 @@ def peak_of_a_step(options: dict[str, Any], rows: int, passes: int) -> tuple[int
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
     setup = MemoryModel(units, Options(**options), 2, rules)
-    compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in units for w in unit.weights}
+    compute = {name: getattr(torch, dtype) for name, (dtype, _) in setup.tensors.dtypes.items()}
     batch = torch.zeros(rows, 11, dtype=torch.int64)
     names = [unit.name for unit in units if unit.name]
     precision = setup.options.precision
-    tracer = Tracer(model, names, setup.recomputes, compute, precision=precision)
+    tracer = Tracer(model, names, setup.recomputed.__contains__, compute, precision=precision)
     segments = tracer.run(ExampleInputs.of(batch), None)
     run = zs.shard(model, optimizer, **options)
     moments = step_moments(dataclasses.replace(setup, rank=run.rank), segments, unsynced=passes > 1)
@@ -286,6 +265,26 @@ def problem(limit: float, blocks: int = 12, **changes: Any) -> PlanningProblem:
     open_choices = {f.name for f in dataclasses.fields(OpenChoices)}
     chosen = {name: changes.pop(name) for name in open_choices.intersection(changes)}
     return dataclasses.replace(asked, **changes).allowing(**chosen)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "gather", [zs.Int8(), zs.Delta(zs.Int8()), {"*weight": zs.Int8(), "*": None}], ids=repr
+)
+def test_a_plan_counts_parameters_that_travel_through_a_codec(stage: Any, gather: Any) -> None:
+    """As the layout does that a run is built from, which is compared with runs."""
+    model = models.GPT(even=True, blocks=3)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    plain, coded = (
+        zs.plan(model, optimizer, ranks=2, limit="1GiB", stage=stage, **options).chosen
+        for options in ({}, {"gather": gather})
+    )
+    units, rules = blocks_of(model, [optimizer], "auto"), rules_of([optimizer])
+    layout = MemoryModel(units, Options(stage=stage, gather=gather), 2, rules)
+    assert coded.lasting == dataclasses.asdict(layout.held)
+    assert coded.sent == sent_by_rank(layout).total
+    assert sum(coded.sent.values()) < sum(plain.sent.values())
+    assert coded.lasting["parameters"] > plain.lasting["parameters"], "the codes"
 
 
 def test_a_generous_limit_changes_nothing() -> None:

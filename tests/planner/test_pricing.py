@@ -9,7 +9,7 @@ import pytest
 from test_planner import problem
 
 import zeroshard as zs
-from zeroshard.layout.timeline import StepSegment
+from zeroshard.layout.memory import StepSegment
 from zeroshard.machine import machine
 from zeroshard.planner import pricing
 from zeroshard.planner.candidates import price

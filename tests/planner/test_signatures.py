@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_planner import peak_of_segments
+from plan_models import assert_a_step_holds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.planner.signatures import natures, plain
-from zeroshard.planner.trace import ExampleInputs, Tracer
-from zeroshard.testing import PeakBytes
+from zeroshard.planner.signatures import ExampleInputs, natures, plain
+from zeroshard.planner.trace import Tracer
 
 
 class Block(nn.Module):
@@ -102,17 +101,7 @@ def test_blocks_with_the_same_weights_may_keep_more_or_less(name: str, recompute
     factory, batch = CASES[name]
     names = [f"blocks.{number}" for number in range(4)]
     segments = Tracer(factory(), names, lambda _: recompute, {}).run(ExampleInputs.of(batch), None)
-    real = factory()
-    for block in real.blocks if recompute else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    for p in real.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with PeakBytes() as peak:
-        loss = real(batch)
-        held = peak.now
-        loss.backward()
-    assert sum(s.saved for s in segments) + loss.nbytes == held
-    assert peak_of_segments(segments) == peak.most
+    assert_a_step_holds(segments, factory(), batch, names if recompute else [])
 
 
 def numbers(blocks: Iterable[nn.Module]) -> list[int]:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from zeroshard.layout.timeline import StepSegment
+from zeroshard.layout.memory import StepSegment
 from zeroshard.machine import machine
 from zeroshard.planner.answer import problem_of
 from zeroshard.planner.candidates import PARTLY_FILLED, price
 from zeroshard.planner.operations import BESIDE, OperationCost, RecurrentShape
 from zeroshard.planner.pricing import HOOKED, RECOMPUTED, SENT, STEPPED
-from zeroshard.planner.trace import ExampleInputs, Tracer
+from zeroshard.planner.signatures import ExampleInputs
+from zeroshard.planner.trace import Tracer
 
 ROWS, LENGTH, WIDTH, HEADS = 2, 16, 32, 4
 ONE = ROWS * LENGTH * WIDTH * 2  # bytes of an activation in bf16

@@ -38,9 +38,17 @@ GUIDES = ["README.md", *(f"docs/{n}.md" for n in ("guide", "offload", "checkpoin
 GUIDES += ["docs/synchronisation.md", "docs/testing.md", "docs/from-ddp.md"]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
 # Pages whose blocks need not end in a run.
-PAGES = ["quickstart", "faq", "coming-from", "errors", "concepts", "how-to/*", "zh/*"]
+PAGES = ["index", "quickstart", "faq", "coming-from", "errors", "concepts", "how-to/*", "zh/*"]
 SHOWN = sorted(path for page in PAGES for path in ROOT.glob(f"docs/{page}.md") if blocks_of(path))
 SHOWN.append(ROOT / "README.zh-CN.md")
+# Pages whose blocks are run where libraries are installed, or what comes out of them is looked at.
+ELSEWHERE = {
+    "planning": "planner/test_plan_page.py",
+    "accelerate": "integrations/test_accelerate.py",
+    "huggingface": "integrations/test_hf.py",
+    "keras": "integrations/test_keras.py",
+    "lightning": "integrations/test_lightning.py",
+}
 SEVERAL_HOSTS = ("node_cache=True", 'transport="nodes"')
 
 
@@ -144,6 +152,13 @@ def test_the_code_of_a_page_runs(page: Path, reader: Reader, capsys: pytest.Capt
         main(["import", "weights.pt", "ckpt/start"])
     for block in blocks_of(page):
         reader.read(block)
+
+
+def test_every_page_with_code_is_run() -> None:
+    run = {ROOT / guide for guide in GUIDES} | set(SHOWN) | {ROOT / f"docs/{page}.md" for page in ELSEWHERE}
+    assert not [path.name for path in DOCUMENTS if blocks_of(path) and path not in run]
+    for page, test in ELSEWHERE.items():
+        assert f"{page}.md" in (ROOT / "tests" / test).read_text(encoding="utf-8")
 
 
 def test_the_messages_that_the_page_of_errors_explains_are_those_of_the_source() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,11 @@ DISTRIBUTED = {
 # Reading another library's files is no communication.
 FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 # A trace hooks fake tensors only, which end with it; what a forward returns is hooked, too, and ends with its
-# graph; a sharded DTensor passes on what it is asked for; a wrapper learns of optimizers by their steps.
+# graph, that of a Fabric module too; a sharded DTensor passes on what it is asked for; a wrapper learns of
+# optimizers by their steps.
 HOOKED = {
-    *("runtime.hooks", "runtime.forward", "planner.trace", "params.dtensor"),
-    *("parallel.wrapper", "parallel.joining"),
+    *("runtime.hooks", "runtime.forward", "runtime.second_backward", "planner.trace", "params.dtensor"),
+    *("parallel.wrapper", "parallel.joining", "integrations.lightning_strategies.fabric"),
 }
 HOOKS = re.compile(r"_?register_\w*hook\w*")
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc"}
@@ -89,6 +91,12 @@ def within(module: str, names: set[str]) -> bool:
 def sources() -> list[Path]:
     """All sources of the package."""
     return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file says, which several tests look at."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def of_types_only(tree: ast.Module) -> set[ast.AST]:
@@ -163,8 +171,8 @@ def division_faults(module: str, tree: ast.Module, package: tuple[str, ...]) -> 
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func).endswith("PackLayout")
         and {keyword.arg for keyword in node.keywords} & {"align", "flags"}
+        and ast.unparse(node.func).endswith("PackLayout")
     ]
     faults = [f"{module} imports {name}: how a model is divided is decided in the layout" for name in decided]
     return faults + [f"{module} packs slots: where they lie is decided in the layout" for _ in packed]
@@ -188,7 +196,8 @@ def torch_faults(module: str, tree: ast.Module, package: tuple[str, ...]) -> lis
             )
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node not in exempt:
-            if ast.unparse(node) == "torch.distributed" and not within(module, DISTRIBUTED):
+            distributed = node.attr == "distributed" and ast.unparse(node) == "torch.distributed"
+            if distributed and not within(module, DISTRIBUTED):
                 faults.append(f"{module} uses torch.distributed")
             if HOOKS.fullmatch(node.attr) and module not in HOOKED:
                 faults.append(f"{module} uses {node.attr}; registration belongs into hooks")
@@ -242,7 +251,7 @@ def test_a_file_keeps_its_place_and_its_size(path: Path) -> None:
     assert module.partition(".")[0] in LEVEL, (
         f"{module} has no place: add it to HOUSE in tests/project/test_layers.py"
     )
-    tree = ast.parse(text)
+    tree = tree_of(path)
     package = package_of(path)
     faults = direction_faults(module, inner(imports(tree, package)))
     faults += torch_faults(module, tree, package) + size_faults(text, tree)
@@ -261,14 +270,14 @@ def test_modules_form_no_cycle() -> None:
     graph: dict[str, set[str]] = {}
     for path in sources():
         module = module_of(path)
-        names = imports(at_import(ast.parse(path.read_text(encoding="utf-8"))), package_of(path))
+        names = imports(at_import(tree_of(path)), package_of(path))
         graph[module] = inner(names) - {module}
     assert len(graph) > 100
     assert not cycle(graph)
 
 
 def test_what_is_loaded_late_is_what_a_type_checker_sees() -> None:
-    tree = ast.parse((PACKAGE / "extend.py").read_text(encoding="utf-8"))
+    tree = tree_of(PACKAGE / "extend.py")
     typed = {
         (node.module, alias.name, alias.asname or alias.name)
         for node in of_types_only(tree)
@@ -296,7 +305,7 @@ def test_a_class_name_stands_for_one_class() -> None:
     places: dict[str, list[str]] = {}
     for path in sources():
         module = module_of(path)
-        for name in class_names(module, ast.parse(path.read_text())):
+        for name in class_names(module, tree_of(path)):
             places.setdefault(name, []).append(module)
     assert len(places) > 400
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
@@ -410,7 +419,7 @@ def test_the_torch_check_sees(module: str, code: str, fault: str | None) -> None
 @pytest.mark.parametrize("path", sources(), ids=module_of)
 def test_a_model_is_divided_in_the_layout_alone(path: Path) -> None:
     package = ("zeroshard", *path.relative_to(PACKAGE).parts[:-1])
-    assert not division_faults(module_of(path), ast.parse(path.read_text()), package)
+    assert not division_faults(module_of(path), tree_of(path), package)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.runtime import closing
 from zeroshard.testing import ranks, tensor_bytes
 
 STAGES = (0, 1, 2, 3)
@@ -251,3 +252,29 @@ OFFLOADED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, *OFFLOADED])
 def test_a_closed_run_of_one_rank_holds_nothing(options: dict[str, Any]) -> None:
     assert left_over(3, options)[0] < 1.05
+
+
+@pytest.mark.parametrize("offload", [None, zs.Offload()], ids=["on the device", "state on the host"])
+def test_it_is_refused_where_the_device_has_no_room(
+    offload: zs.Offload | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain model and its optimizer's state would not fit where rows and host memory did: nothing is moved,
+    and training goes on."""
+    model, optimizer, run = made(0, offload=offload)
+    backward(model, run)
+    optimizer.step()
+    optimizer.zero_grad()
+    numel = sum(p.numel() for p in model.parameters())
+    added = (4 if offload is None else 12) * numel
+    monkeypatch.setattr(closing, "_device_memory", lambda device: (1000 + added - 1, 1000))
+    with pytest.raises(zs.StateError, match=r"cannot close now .* more than the 1000 B in use") as caught:
+        run.close()
+    assert "Save with run.save() or run.full_state_dict(), and let the process end as it is." in str(
+        caught.value
+    )
+    backward(model, run)
+    optimizer.step()
+    optimizer.zero_grad()
+    monkeypatch.setattr(closing, "_device_memory", lambda device: (1000 + added, 1000))
+    run.close()
+    assert all(type(p) is nn.Parameter for p in model.parameters())

@@ -102,7 +102,7 @@ def test_more_than_the_limit_is_told_with_what_was_planned(caplog: pytest.LogCap
         caplog.at_level(logging.ERROR, "zeroshard"),
         pytest.raises(torch.OutOfMemoryError, match="out of memory"),
     ):
-        step(10240)
+        step(16384)
     told = [record.getMessage() for record in caplog.records if "is out of memory" in record.getMessage()]
     assert len(told) == 1
     assert "activations" in told[0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon
+from torch.optim import Adafactor, AdamW, Muon
 
 import zeroshard as zs
 from zeroshard.testing import assert_same_bits, ranks
@@ -279,6 +279,50 @@ def of_matrices(stage: int) -> None:
 def test_state_of_several_optimizers_and_of_whole_matrices(stage: int) -> None:
     for world in (1, 2, 3):
         ranks(world).run(of_matrices, stage)
+
+
+def of_owners(kind: str, offload: bool) -> None:
+    """State that was loaded lies where it lay before: of a whole parameter on one rank alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4), nn.Linear(4, 2))
+    matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    both: list[torch.optim.Optimizer] = [Muon(matrices), AdamW(vectors)]
+    optimizers = both if kind == "muon" else [Adafactor([*matrices, *vectors])]
+    run = zs.shard(model, optimizers, stage=3, offload=zs.Offload() if offload else None)
+
+    def step() -> None:
+        model(torch.randn(6, 5)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def held() -> tuple[int, int, list[list[int]]]:
+        """Bytes, and by parameter those of its state on this rank."""
+        live, params = run.stats().live, list(model.parameters())
+        sizes = [[len(o.state[p]) for p in params if p in o.state] for o in optimizers]
+        return live["state"], live["host"], sizes
+
+    step()
+    before, first = held(), next(iter(optimizers[0].param_groups[0]["params"]))
+    for rank in (None, 0):
+        for optimizer in optimizers:
+            run.load_full_optimizer_state_dict(
+                run.full_optimizer_state_dict(optimizer, rank), optimizer, rank
+            )
+        assert held() == before
+        if not optimizers[0].state[first]:
+            with pytest.raises(zs.StateError, match=r"of `0\.weight` is on rank . alone"):
+                optimizers[0].state[first]["momentum_buffer"]
+        step()
+        assert held() == before
+    run.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_loaded_state_of_whole_parameters_lies_on_one_rank(kind: str, offload: bool) -> None:
+    ranks(3).run(of_owners, kind, offload)
 
 
 class Refusing(nn.Linear):

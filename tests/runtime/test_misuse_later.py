@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from misused import Net, Trained, backward, trained
+from models import whole_weights
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW
@@ -93,8 +94,7 @@ def test_a_forward_with_parameters_that_are_not_ours(net: Trained, how: str) -> 
 
 def test_loading_a_state_dict_of_the_wrong_shape(net: Trained) -> None:
     model, _, run = net
-    with run.gathered() as whole:
-        before = {name: p.detach().clone() for name, p in whole.items()}
+    before = whole_weights(run)
     state = {name: torch.zeros_like(value) for name, value in before.items()}
     state["blocks.1.0.weight"] = torch.zeros(3, 4)
     said = r"`blocks\.1\.0\.weight` is \(3, 4\) in the given state and \(3, 3\) in the model\. Nothing was"

@@ -19,6 +19,7 @@ from recipes import (
     Loop,
     Recipe,
     Trained,
+    few,
     loss_of,
     mean_losses,
     micro_batches,
@@ -70,18 +71,22 @@ CASES = [
     (Recipe("mlp", "sgd"), BF16, 4),
     (Recipe("even gpt", "adamw fused"), BF16, 2),
     (Recipe("mlp", "adafactor"), BF16, 2),
-    (Recipe(optimizer="muon", steps=8), BF16, 2),
-    (Recipe(accumulate=3, steps=8), BF16, 2),
-    (Recipe(accumulate=3, no_sync=True, steps=8), BF16, 2),
+    (Recipe(optimizer="muon", steps=few(8)), BF16, 2),
+    (Recipe(accumulate=3, steps=few(8)), BF16, 2),
+    (Recipe(accumulate=3, no_sync=True, steps=few(8)), BF16, 2),
     (Recipe(scaled=True, steps=20), FP16, 2),
     (Recipe("mlp", scaled=True, infinite=(9, 10, 15), steps=20), FP16, 4),
-    (Recipe(steps=8), zs.Precision("bfloat16", keep=("*norm*",)), 2),
-    (Recipe(steps=8), zs.Precision("bfloat16", reduce="float32"), 2),
-    (Recipe(steps=8, accumulate=2), zs.Precision("bfloat16", grad="float32"), 2),
-    (Recipe("mlp", steps=8), zs.Precision("float16", reduce="float32"), 2),
-    (Recipe("even gpt", accumulate=3, no_sync=True, steps=8), zs.Precision("bfloat16", reduce="float32"), 2),
+    (Recipe(steps=few(8)), zs.Precision("bfloat16", keep=("*norm*",)), 2),
+    (Recipe(steps=few(8)), zs.Precision("bfloat16", reduce="float32"), 2),
+    (Recipe(steps=few(8), accumulate=2), zs.Precision("bfloat16", grad="float32"), 2),
+    (Recipe("mlp", steps=few(8)), zs.Precision("float16", reduce="float32"), 2),
     (
-        Recipe(accumulate=3, no_sync=True, steps=8),
+        Recipe("even gpt", accumulate=3, no_sync=True, steps=few(8)),
+        zs.Precision("bfloat16", reduce="float32"),
+        2,
+    ),
+    (
+        Recipe(accumulate=3, no_sync=True, steps=few(8)),
         zs.Precision("bfloat16", reduce="float32", keep=("*norm*",)),
         3,
     ),
@@ -118,7 +123,7 @@ def test_close_to_one_process(recipe: Recipe, precision: zs.Precision, world: in
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_in_bf16(stage: int) -> None:
     """Gradients are bf16, so `clip_grad_norm_` rounds their norm to bf16: stages differ by one step of it."""
-    recipe = Recipe(clip=0.2, steps=8)
+    recipe = Recipe(clip=0.2, steps=few(8))
     trained = on_ranks(2, recipe, stage=stage, precision=BF16)
     by_hand = rank_by_rank(recipe, 2, BF16)
     assert_losses(trained[0].norms, by_hand.norms, 2**-7)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from models import whole_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,8 +83,7 @@ def trained(case: Case, delayed: bool, micros: int, stage: int, options: dict[st
         model(batch(step, run.rank, micros - 1), case, run.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with run.gathered() as whole:
-        found = {name: p.detach().clone() for name, p in whole.items()}
+    found = whole_weights(run)
     run.close()
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import whole_weights
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -41,8 +42,7 @@ def batch(number: int, rank: int) -> Tensor:
 
 
 def values(run: zs.Run) -> dict[str, Tensor]:
-    with run.gathered() as whole:
-        return {name: p.detach().clone() for name, p in whole.items()}
+    return whole_weights(run)
 
 
 # ---------------------------------------------------------------------- zero_grad

@@ -315,7 +315,6 @@ def sharded_one(cell: Cell) -> Trained:
         optimizer.zero_grad()
         errors = run.stats().error if step == 0 else errors
     run.synchronise()
-    with run.gathered() as whole:
-        weights = {name: p.detach().clone() for name, p in whole.items()}
+    weights = models.whole_weights(run)
     run.close()
     return Trained(weights, list(errors.values()))

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import zeroshard as zs
+
 Checkpointing = Literal["", "reentrant", "plain"]
 _one_at_a_time = threading.Lock()
 
@@ -133,6 +135,12 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
+
+
+def whole_weights(run: zs.Run) -> dict[str, Tensor]:
+    """A copy of every parameter, whole; every rank calls it."""
+    with run.gathered() as whole:
+        return {name: p.detach().clone() for name, p in whole.items()}
 
 
 def build(name: str, checkpointing: Checkpointing = "") -> GPT | MLP:

@@ -39,8 +39,11 @@ from zeroshard.testing import assert_same_bits, ranks
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 41, 8, 20, 33
 CLIP = 4.0
+LONG = "RECIPE_STEPS" in os.environ  # --wide (`conftest.py`)
 # Factors of the loss: alone, twice in a row, and with a calm step between.
-SPIKES = {9: 40.0, 20: 25.0, 21: 25.0, 35: 60.0, 37: 30.0}
+SPIKED = (9, 20, 21, 35, 37) if LONG else (3, 9, 10, 18, 20)
+SPIKES = dict(zip(SPIKED, (40.0, 25.0, 25.0, 60.0, 30.0), strict=True))
+STEPS, THREE_SPIKES = (50, 24) if LONG else (22, 14)
 
 Pace = Literal["overlapped", "waited", "delayed", "ties away"]
 
@@ -110,7 +113,7 @@ class Case:
     """What is trained. Where things rest is an option of `shard`."""
 
     optimizer: str = "adamw"
-    steps: int = 50
+    steps: int = STEPS
     accumulate: int = 1
     tied: bool = False
     skips: bool = False  # every third step leaves out a block, and every fourth a bias

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import models
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zeroshard.layout.timeline import StepSegment
 
 import zeroshard as zs
 from zeroshard.testing import PeakBytes
@@ -131,3 +134,31 @@ def measured_step(
     live: dict[str, Any] = run.stats().live
     kept = sum(live[kind] for kind in ON_DEVICE)
     return kept + peak.most, live["host"] + live["staging"]
+
+
+def peak_of_segments(segments: list[StepSegment]) -> int:
+    """The most that a step holds beside parameters and gradients."""
+    most = saved = 0
+    for segment in segments:
+        most, saved = max(most, saved + segment.forward), saved + segment.saved
+    for segment in reversed(segments):
+        most, saved = max(most, saved + segment.backward), saved - segment.saved
+    return most
+
+
+def assert_a_step_holds(
+    segments: list[StepSegment], model: nn.Module, batch: Tensor, recomputed: list[str]
+) -> None:
+    """A real step holds what was traced, while these modules are recomputed; gradients are let go as they
+    arrive."""
+    for name in recomputed:
+        module = model.get_submodule(name)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with PeakBytes() as peak:
+        loss = model(batch)
+        held = peak.now
+        loss.backward()
+    assert sum(s.saved for s in segments) + loss.nbytes == held
+    assert peak_of_segments(segments) == peak.most

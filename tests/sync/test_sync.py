@@ -77,8 +77,7 @@ def trained(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-    with run.gathered() as whole:
-        result = {name: p.detach().clone() for name, p in whole.items()}
+    result = models.whole_weights(run)
     run.close()
     return result
 
@@ -125,8 +124,7 @@ def branching(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[str
         shown.append([name for name, p in model.named_parameters() if p.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
-    with run.gathered() as whole:
-        result = {name: p.detach().clone() for name, p in whole.items()}
+    result = models.whole_weights(run)
     run.close()
     return result, shown
 
@@ -298,8 +296,7 @@ def part(options: dict[str, Any], first: int, last: int, load: str = "", save: s
         optimizer.zero_grad()
     if save:
         run.save(save)
-    with run.gathered() as gathered:
-        result = {name: p.detach().clone() for name, p in gathered.items()}
+    result = models.whole_weights(run)
     run.close()
     return result
 

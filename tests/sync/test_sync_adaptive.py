@@ -40,8 +40,7 @@ def adapting(options: dict[str, Any], steps: int) -> tuple[tuple[str, ...], str,
         optimizer.zero_grad()
     run.synchronise()
     stats = run.stats()
-    with run.gathered() as whole:
-        result = {name: p.detach().clone() for name, p in whole.items()}
+    result = models.whole_weights(run)
     run.close()
     return stats.switches, stats.sync, result
 

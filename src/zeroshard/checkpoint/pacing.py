@@ -36,14 +36,14 @@ def beside(hurried: Callable[[], bool]) -> Iterator[None]:
         _here.hurried = None
 
 
-def gently(items: Iterable[_Item]) -> Iterable[_Item]:
-    """`items`, with the interpreter given to other threads in between where this one works beside them."""
-    return items if _here.hurried is None else _giving_way(items, _here.hurried)
-
-
-def _giving_way(items: Iterable[_Item], hurried: Callable[[], bool]) -> Iterator[_Item]:
-    """A turn is as long as the last absence, so that a loop takes twice as long at most, whatever the others
+def gently(items: Iterable[_Item]) -> Iterator[_Item]:
+    """`items`, with the interpreter given to other threads in between where this one works beside them. A
+    turn is as long as the last absence, so that a loop takes twice as long at most, whatever the others
     do."""
+    hurried = _here.hurried
+    if hurried is None:
+        yield from items
+        return
     since, turn = time.perf_counter(), TURN
     for item in items:
         yield item

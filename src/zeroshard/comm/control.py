@@ -183,6 +183,10 @@ class Control:
         self._crossing = _DesyncDetector()
         _controls.add(self)
 
+    def while_waiting(self, progress: Callable[[], object]) -> None:
+        """Call this again and again while this rank waits."""
+        self.progress = progress
+
     def _meet(self, meeting: Rendezvous, names: Sequence[int]) -> None:
         area, trouble, pid = -1, None, os.getpid()
         try:

@@ -110,9 +110,7 @@ class GlooTransport(SummingTransport):
     def free(self, transport_buffer: TransportBuffer) -> None:
         self._settle(transport_buffer)
         self._lanes_free.append(transport_buffer.lane)
-        transport_buffer.mine = transport_buffer.mine.new_empty(0)
-        transport_buffer.state.clear()
-        transport_buffer.prepared.clear()
+        transport_buffer.let_go()
 
     def fill(self, transport_buffer: TransportBuffer) -> None:
         if self._pending.get(transport_buffer) or self._sends.get(transport_buffer):

@@ -22,7 +22,7 @@ class LocalTransport(Transport):
         return TransportBuffer(key, torch.zeros(numel, dtype=dtype, device=self.device))
 
     def free(self, transport_buffer: TransportBuffer) -> None:
-        transport_buffer.mine = transport_buffer.mine.new_empty(0)
+        transport_buffer.let_go()
 
     def fill(self, transport_buffer: TransportBuffer) -> None:
         return None

@@ -75,7 +75,7 @@ class NcclTransport(Transport):
 
     def free(self, transport_buffer: TransportBuffer) -> None:
         self.fill(transport_buffer)
-        transport_buffer.mine = transport_buffer.mine.new_empty(0)
+        transport_buffer.let_go()
 
     def fill(self, transport_buffer: TransportBuffer) -> None:
         event = transport_buffer.state.get("used")

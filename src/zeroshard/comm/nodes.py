@@ -126,9 +126,7 @@ class NodesTransport(Transport):
             elif name == "direct" and self._direct is not None:
                 self._direct.free(part)
         self._inner.free(transport_buffer.state["inner"])
-        transport_buffer.mine = transport_buffer.mine.new_empty(0)
-        transport_buffer.state.clear()
-        transport_buffer.prepared.clear()
+        transport_buffer.let_go()
 
     def forget(self, transport_buffer: TransportBuffer) -> None:
         relays = [part.memory for part in transport_buffer.state.values() if isinstance(part, _NodeCache)]

@@ -28,12 +28,13 @@ class Rendezvous:
         size: int,
         timeout: float,
         ended: Callable[[int], str | None] = lambda rank: None,
+        cause: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.store = store
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.cause: Callable[[], str | None] = lambda: None
+        self.cause = cause
         self._ended = ended
 
     def share(self, name: str, value: object) -> list[object]:

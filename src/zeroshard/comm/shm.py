@@ -83,7 +83,7 @@ class ShmTransport(SummingTransport):
     ) -> None:
         super().__init__(rank, size, device if device is not None else torch.device("cpu"))
         self.control = Control(store, rank, size, timeout, names)
-        self.control.progress = self.progress
+        self.control.while_waiting(self.progress)
         self.reductions: list[PeerReduce] = []
         self.gathers: list[PeerGather] = []
         self._stacks = StackProbe()
@@ -183,10 +183,7 @@ class ShmTransport(SummingTransport):
 
     def free(self, transport_buffer: TransportBuffer) -> None:
         self._lanes_free.append(transport_buffer.lane)
-        transport_buffer.mine = torch.empty(0, dtype=transport_buffer.mine.dtype)
-        transport_buffer.peers.clear()
-        transport_buffer.state.clear()
-        transport_buffer.prepared.clear()
+        transport_buffer.let_go()
 
     def fill(self, transport_buffer: TransportBuffer) -> None:
         for work in [work for work in self.reductions if work.wire is transport_buffer]:
@@ -367,7 +364,7 @@ class ShmTransport(SummingTransport):
 
     def while_waiting(self, progress: Callable[[], object]) -> None:
         """Call `progress` again and again while this rank waits, in place of this transport's own."""
-        self.control.progress = progress
+        self.control.while_waiting(progress)
 
     def also(self, away: Callable[[], str | None]) -> None:
         """Tell peers that this rank waits in another transport."""

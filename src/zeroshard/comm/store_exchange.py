@@ -26,8 +26,7 @@ class StoreExchange:
 
     def __init__(self, store: Store, rank: int, size: int, cause: Callable[[], str | None]) -> None:
         self.rank, self.size = rank, size
-        self._meeting = Rendezvous(store, rank, size, _TIMEOUT)
-        self._meeting.cause = cause
+        self._meeting = Rendezvous(store, rank, size, _TIMEOUT, cause=cause)
         self._turn = 0
 
     @classmethod

@@ -66,6 +66,12 @@ class TransportBuffer:
     state: dict[str, Any] = field(default_factory=dict)
     prepared: dict[str, Any] = field(default_factory=dict)
 
+    def let_go(self) -> None:
+        """Gives the memory back, and forgets what was prepared with it."""
+        self.mine = self.mine.new_empty(0)
+        for kept in (self.peers, self.state, self.prepared):
+            kept.clear()
+
 
 class GatherRequest(NamedTuple):
     """What one gather fetches; see `Transport.gather`."""

@@ -45,7 +45,7 @@ class Live:
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
-        self.record.began = time.monotonic()
+        self.record.begin()
         if self._screen:
             self._screen.capture_prints()
         elif self._draws:

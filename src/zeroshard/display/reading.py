@@ -51,6 +51,10 @@ class LoopRecord:
         self._recent: deque[tuple[float, int]] = deque()
         self._together = 0  # readings in the last point
 
+    def begin(self) -> None:
+        """Sets the clock to zero."""
+        self.began = time.monotonic()
+
     def add(self, reading: Reading) -> None:
         self.now = time.monotonic()
         self.last = reading

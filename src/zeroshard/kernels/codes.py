@@ -44,18 +44,27 @@ class BlockFormat:
         return -(-numel // 5) + 2 * min(self.large, numel)
 
     def _record(
-        self, values: Tensor, scales: Tensor, packed: Tensor, start: int, stop: int
+        self,
+        values: Tensor,
+        scales: Tensor | None,
+        packed: Tensor | None,
+        start: int,
+        stop: int,
+        residual: Tensor | None = None,
+        add: bool = False,
     ) -> library.BlocksRecord:
         number = start // self.block
         return library.BlocksRecord(
             count=stop - start,
             first=start,
             values=values.data_ptr() + 4 * start,
-            scales=scales.data_ptr() + 2 * number,
-            packed=packed.data_ptr() + number * self.packed_bytes(self.block),
+            residual=None if residual is None else residual.data_ptr() + 4 * start,
+            scales=None if scales is None else scales.data_ptr() + 2 * number,
+            packed=None if packed is None else packed.data_ptr() + number * self.packed_bytes(self.block),
             block=self.block,
             bits=self.bits,
             stochastic=self.salt is not None,
+            add=add,
             salt=self.salt or 0,
             large=self.large,
         )
@@ -76,8 +85,7 @@ class BlockFormat:
             checks.flat("encode", "residual", residual, (torch.float32,), values.numel())
 
         def share(start: int, stop: int) -> None:
-            record = self._record(values, scales, packed, start, stop)
-            record.residual = None if residual is None else residual.data_ptr() + 4 * start
+            record = self._record(values, scales, packed, start, stop, residual)
             kernels.encode_blocks(ctypes.byref(record))
 
         spread(values.numel(), self.block, share)
@@ -91,8 +99,7 @@ class BlockFormat:
         self._check("decode", out, scales, packed)
 
         def share(start: int, stop: int) -> None:
-            record = self._record(out, scales, packed, start, stop)
-            record.add = add
+            record = self._record(out, scales, packed, start, stop, add=add)
             kernels.decode_blocks(ctypes.byref(record))
 
         spread(out.numel(), self.block, share)
@@ -115,8 +122,8 @@ class BlockFormat:
 
         def share(start: int, stop: int) -> None:
             row = code[start]
-            record = self._record(values[start], row, row[at:], 0, numel)
-            record.residual = None if residual is None else residual[start].data_ptr()
+            kept = None if residual is None else residual[start]
+            record = self._record(values[start], row, row[at:], 0, numel, kept)
             given = None if salts is None else salts[start:].data_ptr()
             shards = library.ShardsRecord(record, stop - start, values.stride(0), code.stride(0), given)
             write(ctypes.byref(shards))
@@ -138,8 +145,7 @@ class BlockFormat:
         parts.check(at + self.packed_bytes(numel))
 
         def share(start: int, stop: int) -> None:
-            record = self._record(out, out, out, start, stop)
-            record.scales = record.packed = None
+            record = self._record(out, None, None, start, stop)
             number = start // self.block
             packed = at + number * self.packed_bytes(self.block)
             decode(

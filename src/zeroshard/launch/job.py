@@ -21,6 +21,7 @@ STUCK_AFTER = "ZEROSHARD_STUCK_AFTER"
 STARTED = "ZEROSHARD_RUN"
 # The exit code of a run that was told to stop and saved first: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED = 75
+MOST_DIGITS = 10  # of a number of threads
 USAGE = 2
 
 
@@ -93,9 +94,10 @@ def shared_environment(job: LaunchJob, environ: Mapping[str, str], cores: int) -
 
 def threads_in(environ: Mapping[str, str]) -> int | None:
     """The limit that OMP_NUM_THREADS sets: of a list (`4,2`, for nested regions) the first number. None where
-    it says nothing, which OpenMP passes over as well: empty, 0, a word."""
+    it says nothing, which OpenMP passes over as well: empty, 0, a word, more than an int of C."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) > 0 else None
+    said = int(first) if first.isdecimal() and len(first) <= MOST_DIGITS else 0
+    return said if 0 < said < 2**31 else None
 
 
 def rank_environment(job: LaunchJob, rank: int, address: str, port: int, attempt: int = 0) -> dict[str, str]:

@@ -6,19 +6,18 @@ keep."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 
 from zeroshard.compress import Codec, Compression, Delta, MeanCodec, Rows
-from zeroshard.compress.base import padded
-from zeroshard.options import DTYPE_BYTES, Options, bucket_limit, codec_for, gather_codec
+from zeroshard.options import DTYPE_BYTES, Options, Precision, bucket_limit, codec_for, gather_codec
 from zeroshard.sync_policies import Local, choices_of, delays
 
 from .codes import back_bytes, bodies_of, cut_of, rows_bytes, wire_bytes
-from .placement import Placement, Rest, UnitPlacement
-from .prefetch import Sizes, UnitOrder, UnitVisit, small_units
+from .placement import Placement
+from .prefetch import Sizes, UnitGathers, UnitVisit, small_units
 from .sharding import ALIGN, PackLayout, ShardSpec, aligned, buckets, owner_runs, slots_by_name
 from .specs import (
     ASSUMED_TRAITS,
@@ -131,7 +130,7 @@ def gradients_of(setup: ModelLayout) -> BufferBytes:
 def _plain(ring: RingSpec, members: list[BucketSpec], setup: ModelLayout) -> BufferBytes:
     """Buckets of one pair of dtypes that travel as they are."""
     wire, dtype, stage, behind = members[0].wire, members[0].landed, setup.options.stage, setup.behind
-    shards = sum(b.shard(setup.rank) for b in members) * WIDTHS[dtype]
+    shards = sum(b.pack.shard(setup.rank) for b in members) * WIDTHS[dtype]
     whole = sum(ring.sizes) * WIDTHS[dtype]
     if stage == 0 and behind:
         return BufferBytes(gradients=2 * whole, buckets=ring.nbytes + shards)
@@ -152,7 +151,7 @@ def _coded(ring: RingSpec, members: list[BucketSpec], codec: Codec, setup: Model
         buckets=ring.nbytes, state=sum(codec.state_bytes(bucket.wire_numel) for bucket in members)
     )
     for bucket in members:
-        shards = bucket.shard(setup.rank) * landed
+        shards = bucket.pack.shard(setup.rank) * landed
         if setup.options.stage > 0:
             total += BufferBytes(gradients=2 * shards if setup.behind else shards)
             continue
@@ -169,12 +168,12 @@ def _rows(ring: RingSpec, members: list[BucketSpec], setup: ModelLayout) -> Buff
     """Parameters of which only the rows that were touched travel: room for all of them."""
     landed, total = WIDTHS[members[0].landed], BufferBytes(buckets=ring.nbytes)
     for bucket in members:
-        shards = bucket.shard(setup.rank) * landed
+        shards = bucket.pack.shard(setup.rank) * landed
         if setup.options.stage > 0:
             total += BufferBytes(gradients=2 * shards if setup.behind else shards)
         else:
             back = rows_bytes(bucket.slots[0], setup.rank, landed)
-            total += BufferBytes(gradients=(bucket.full + 1) * landed, buckets=shards + back)
+            total += BufferBytes(gradients=(bucket.pack.full + 1) * landed, buckets=shards + back)
     return total
 
 
@@ -183,12 +182,90 @@ def _means(bucket: BucketSpec, codec: MeanCodec, setup: ModelLayout) -> BufferBy
     world, shapes = bucket.slots[0].world, [slot.shape for slot in bucket.slots]
     first, *later = map(sum, zip(*(codec.lengths(shape) for shape in shapes), strict=True))
     cuts = sum(cut_of(numel, world) for numel in (first + len(shapes), *later))
-    shards, landed, stage = bucket.shard(setup.rank), WIDTHS[bucket.landed], setup.options.stage
+    shards, landed, stage = bucket.pack.shard(setup.rank), WIDTHS[bucket.landed], setup.options.stage
     return BufferBytes(
         gradients=landed * (shards if stage > 0 else bucket.wire_numel),
         state=sum(codec.state_bytes(slot.shape) for slot in bucket.slots),
-        buckets=4 * bucket.full + 4 * 2 * cuts * (world + 1) + (0 if stage > 0 else shards * landed),
+        buckets=4 * bucket.pack.full + 4 * 2 * cuts * (world + 1) + (0 if stage > 0 else shards * landed),
     )
+
+
+@dataclass(frozen=True)
+class DividedTensors:
+    """What ways to run have in common that divide and gather alike, whatever rests where, and in buckets of
+    any size. By the names of parameters:
+
+    - `slots`: how each is divided. `trainable`: those that get gradients.
+    - `dtypes`: compute and master dtype. `grad_dtypes`: what travels of its gradient, and what `p.grad` is.
+    - `owner_runs`: see `layout.owner_runs`, of the weights of one unit.
+
+    And `groups`: what is gathered together, before it is decided where it rests."""
+
+    slots: dict[str, ShardSpec]
+    trainable: dict[str, ParamSpec]
+    dtypes: dict[str, tuple[str, str]]
+    grad_dtypes: dict[str, tuple[str, str]]
+    owner_runs: dict[str, int]
+    groups: list[GatherGroupSpec]
+
+
+def divided(
+    units: Sequence[UnitSpec], options: Options, world: int, rules: Sequence[OptimizerRule]
+) -> DividedTensors:
+    """Divides every parameter among the ranks, and groups those that are gathered together."""
+    owned = [(w, unit.name) for unit in units for w in unit.weights]
+    whole = {
+        w.name
+        for w, _ in owned
+        if options.split == "whole" or (w.rule >= 0 and options.split != "rows" and not rules[w.rule].by_rows)
+    }
+    slots = slots_by_name([(w.name, w.shape) for w, _ in owned], whole, world, options.rows)
+    dtypes, grad_dtypes = _dtypes([w for w, _ in owned], options.precision)
+    trainable = sorted((one for one in owned if one[0].trainable), key=lambda one: one[0].number)
+    return DividedTensors(
+        slots=slots,
+        trainable={w.name: w for w, _ in owned if w.trainable},
+        dtypes=dtypes,
+        grad_dtypes=grad_dtypes,
+        owner_runs=owner_runs((w.name, unit) for w, unit in trainable),
+        groups=[one for unit in units for one in _groups_of(unit, slots, dtypes, options, world)],
+    )
+
+
+Dtypes = dict[str, tuple[str, str]]
+
+
+def _dtypes(weights: Sequence[ParamSpec], precision: Precision | None) -> tuple[Dtypes, Dtypes]:
+    """By name, compute and master dtype of every parameter, and those of its gradient."""
+    if precision is None:
+        same = {w.name: (w.dtype, w.dtype) for w in weights}
+        return same, same
+    dtypes, grad_dtypes = {}, {}
+    for weight in weights:
+        compute = master = weight.dtype
+        if compute.startswith(("float", "bfloat")):
+            keeps = any(fnmatchcase(weight.name, pattern) for pattern in precision.keep)
+            compute, master = precision.master if keeps else precision.compute, precision.master
+        dtypes[weight.name] = compute, master
+        alike = compute == precision.master
+        grad_dtypes[weight.name] = (compute, compute) if alike else (precision.wire, precision.landed)
+    return dtypes, grad_dtypes
+
+
+def _groups_of(
+    unit: UnitSpec, slots: Mapping[str, ShardSpec], dtypes: Dtypes, options: Options, world: int
+) -> Iterator[GatherGroupSpec]:
+    """What is gathered together of one unit: weights of the same dtypes and codec."""
+    groups: dict[tuple[tuple[str, str], Codec | None], list[ParamSpec]] = {}
+    for weight in unit.weights:
+        codec = gather_codec(options.gather, weight.name)
+        groups.setdefault((dtypes[weight.name], codec), []).append(weight)
+    for number, (((compute, master), codec), weights) in enumerate(groups.items()):
+        own = tuple(slots[w.name] for w in weights)
+        pack = PackLayout(own, world, align=ALIGN)
+        moves = world > 1 and any(slot.split != "copy" for slot in own)
+        coded = codec if moves and compute in DTYPE_BYTES else None
+        yield GatherGroupSpec(unit.name, number, compute, master, tuple(weights), own, pack, coded)
 
 
 @dataclass(frozen=True)
@@ -209,105 +286,23 @@ class ModelLayout(ABC):
     def places(self) -> Placement:
         """The tier of every unit."""
 
-    def place(self, gather_group: GatherGroupSpec) -> UnitPlacement:
-        return self.places[gather_group.unit or ROOT]
-
     @cached_property
-    def params(self) -> dict[str, ParamSpec]:
-        """Every parameter by its name."""
-        return {w.name: w for unit in self.units for w in unit.weights}
-
-    @cached_property
-    def slots(self) -> dict[str, ShardSpec]:
-        split = self.options.split
-        weights = [w for unit in self.units for w in unit.weights]
-        whole = {
-            w.name
-            for w in weights
-            if split == "whole" or (w.rule >= 0 and split != "rows" and not self.rules[w.rule].by_rows)
-        }
-        return slots_by_name([(w.name, w.shape) for w in weights], whole, self.world, self.options.rows)
-
-    def rows_rest(self, gather_group: GatherGroupSpec) -> Rest:
-        """Where its compute weights rest: on the disk only beside their state, all of them."""
-        rest = self.place(gather_group).parameters
-        if rest != "disk":
-            return rest
-        beside = all(w.trainable and self._kernel(w, gather_group.master) for w in gather_group.weights)
-        return "disk" if beside else "host"
-
-    def streams(self, gather_group: GatherGroupSpec) -> bool:
-        """Whether its compute weights rest off the device."""
-        return self.place(gather_group).parameters != "device"
-
-    def keeps(self, gather_group: GatherGroupSpec) -> bool:
-        """Whether its unsharded parameters are always whole on the device."""
-        whole = not self.options.shards_params or self.world == 1 or gather_group.unit in self.small
-        return whole and not self.streams(gather_group)
+    def tensors(self) -> DividedTensors:
+        """How the parameters are divided, one by one and in what is gathered together."""
+        return divided(self.units, self.options, self.world, self.rules)
 
     @cached_property
     def small(self) -> frozenset[str]:
         """Units that stay whole at stage 3, where rows travel as they are; see [Note: small units]."""
         if not self.options.shards_params or self.options.gather:
             return frozenset()
-        return small_units(
-            {u.name: [w.numel * WIDTHS[self.dtypes(w)[0]] for w in u.weights] for u in self.units}
-        )
+        widths = {name: WIDTHS[compute] for name, (compute, _) in self.tensors.dtypes.items()}
+        return small_units({u.name: [w.numel * widths[w.name] for w in u.weights] for u in self.units})
 
-    def cached(self, gather_group: GatherGroupSpec) -> int:
-        """Elements of other nodes that this rank keeps for its own."""
-        return (
-            0
-            if self.codes(gather_group)
-            else sum(gather_group.body(rank) for rank in self._namesakes(gather_group))
-        )
-
-    def _namesakes(self, gather_group: GatherGroupSpec) -> list[int]:
-        """Ranks of other nodes whose rows this rank keeps for its own node."""
-        each = self.options.ranks_per_node
-        if not self.options.node_cache or each is None or all(s.split == "copy" for s in gather_group.slots):
-            return []
-        return [rank for rank in range(self.rank % each, self.world, each) if rank != self.rank]
-
-    def codes_held(self, gather_group: GatherGroupSpec) -> int:
-        """Bytes of this rank's code, of those that it keeps for its node, and of what all ranks believe."""
-        if not self.codes(gather_group):
-            return 0
-        codes = sum(
-            self.code_bytes(gather_group, rank) for rank in [self.rank, *self._namesakes(gather_group)]
-        )
-        return codes + (
-            4 * sum(map(gather_group.body, range(self.world))) if self.changes(gather_group) else 0
-        )
-
-    def changes(self, gather_group: GatherGroupSpec) -> bool:
-        """Whether changes of its rows travel, and are added to what all ranks believe."""
-        return self.codes(gather_group) and isinstance(gather_group.codec, Delta)
-
-    def codes(self, gather_group: GatherGroupSpec) -> bool:
-        """Whether its rows travel through a codec."""
-        moves = self.world > 1 and any(slot.split != "copy" for slot in gather_group.slots)
-        return moves and gather_group.codec is not None and gather_group.compute in DTYPE_BYTES
-
-    def code_bytes(self, gather_group: GatherGroupSpec, rank: int) -> int:
-        """Returns the bytes of the code that one rank's rows travel as."""
-        assert gather_group.codec is not None
-        return padded(gather_group.codec.wire_bytes(gather_group.body(rank)))
-
-    @property
-    def streamed(self) -> bool:
-        """Whether any weights rest off the device."""
-        return any(self.streams(gather_group) for gather_group in self.gather_groups)
-
-    @property
-    def ahead(self) -> int:
-        """How many units are gathered ahead of use, and stay from forward to backward beside the last."""
-        return self.options.prefetch if self.traits.overlaps or self.streamed else 0
-
-    @property
+    @cached_property
     def resident(self) -> bool:
         """Whether all unsharded parameters are always whole on the device."""
-        return all(self.keeps(gather_group) for gather_group in self.gather_groups)
+        return all(gather_group.keeps for gather_group in self.gather_groups)
 
     @cached_property
     def reduces(self) -> bool:
@@ -321,11 +316,9 @@ class ModelLayout(ABC):
         """Whether gradients may land a step late."""
         return delays(self.options.sync)
 
-    def recomputes(self, unit: str) -> bool:
-        return unit in self._recomputed
-
     @cached_property
-    def _recomputed(self) -> frozenset[str]:
+    def recomputed(self) -> frozenset[str]:
+        """Units whose forward is computed again in backward."""
         wanted, names = self.options.recompute, [unit.name for unit in self.units if unit.name]
         if isinstance(wanted, bool):
             return frozenset(names if wanted else ())
@@ -333,68 +326,36 @@ class ModelLayout(ABC):
         patterns = [pattern for pattern in wanted if any(mark in pattern for mark in "*?[")]
         return frozenset(n for n in names if n in exact or any(fnmatchcase(n, p) for p in patterns))
 
-    @property
-    def waiting(self) -> frozenset[str]:
-        """Units with weights that a step does not use: their gradients are never complete."""
-        return frozenset(u.name for u in self.units if any(w.trainable and not w.used for w in u.weights))
-
-    @property
-    def course(self) -> UnitOrder:
-        frozen = frozenset(u.name for u in self.units if not any(w.trainable for w in u.weights))
-        return UnitOrder(self.visits, self.waiting, frozen, self._recomputed)
-
-    @property
-    def lends(self) -> dict[str, Sizes]:
-        """By unit, the buffers that it is gathered into; none where it is always whole."""
-        sizes = {unit.name: Sizes() for unit in self.units}
-        for gather_group in self.gather_groups:
-            if not self.keeps(gather_group):
-                sizes[gather_group.unit][gather_group.full, gather_group.compute] += 1
-        return sizes
-
-    def state_rest(self, gather_group: GatherGroupSpec) -> Rest:
-        return self.place(gather_group).optimizer
-
-    def own_master(self, gather_group: GatherGroupSpec) -> bool:
-        """Whether there is a master on the device beside the compute weights."""
-        decoded = self.codes(gather_group) and self.keeps(gather_group)
-        differs = gather_group.master != gather_group.compute or self.streams(gather_group) or decoded
-        return differs and self.state_rest(gather_group) == "device"
-
-    def splits(self, gather_group: GatherGroupSpec) -> bool:
-        """Whether that master is the weights and a remainder, joined for a chunk at a time: so the optimizers
-        must be element-wise."""
-        offload = self.options.offload
-        return (
-            self.own_master(gather_group)
-            and not self.streams(gather_group)
-            and offload is not None
-            and offload.master == "split"
-            and (gather_group.compute, gather_group.master) == ("bfloat16", "float32")
-            and all(w.rule < 0 or self.rules[w.rule].by_rows for w in gather_group.weights)
-        )
-
-    def master_bytes(self, gather_group: GatherGroupSpec) -> int:
-        """Of the master on the device beside the compute weights, if there is one."""
-        if not self.own_master(gather_group):
-            return 0
-        return (2 if self.splits(gather_group) else WIDTHS[gather_group.master]) * gather_group.body(
-            self.rank
+    @cached_property
+    def unit_gathers(self) -> UnitGathers:
+        """How a step gathers the units: into which buffers, and in which order."""
+        sizes, stages = ({unit.name: Sizes() for unit in self.units} for _ in range(2))
+        for group in self.gather_groups:
+            if not group.keeps:
+                sizes[group.unit][group.pack.full, group.compute] += 1
+            if group.codec is not None and not isinstance(group.codec, Delta):
+                stages[group.unit][sum(group.codes), "uint8"] += 1
+        streamed = any(group.rows != "device" for group in self.gather_groups)
+        unused = {u.name for u in self.units if any(w.trainable and not w.used for w in u.weights)}
+        return UnitGathers(
+            sizes=sizes,
+            stages=stages,
+            at_once=self.traits.overlaps and self.resident,  # all are published at once
+            ahead=self.options.prefetch if self.traits.overlaps or streamed else 0,
+            visits=self.visits,
+            waiting=unused,
+            frozen={u.name for u in self.units if not any(w.trainable for w in u.weights)},
+            recomputed=self.recomputed,
         )
 
     def frozen_masters(self, gather_group: GatherGroupSpec) -> list[ParamSpec]:
         """Weights of which host memory has the fp32 values, since they compute in fewer bits and no update
         keeps them: frozen or in no optimizer, where state rests off the device."""
         narrow = gather_group.master == "float32" and WIDTHS[gather_group.compute] < 4
-        if not narrow or self.state_rest(gather_group) == "device":
+        if not narrow or gather_group.state == "device":
             return []
         weights = gather_group.weights
         return [w for w in weights if not (w.trainable and w.rule >= 0) and w.dtype != gather_group.compute]
-
-    def frozen_bytes(self, gather_group: GatherGroupSpec) -> int:
-        """Of those values, this rank's rows."""
-        names = [weight.name for weight in self.frozen_masters(gather_group)]
-        return WIDTHS["float32"] * sum(self.slots[name].held(self.rank) for name in names)
 
     @property
     def align(self) -> int:
@@ -403,67 +364,54 @@ class ModelLayout(ABC):
         moments."""
         return BLOCK if self.options.offload is not None and self.options.offload.moments == "int8" else ALIGN
 
-    @property
-    def align_gathered(self) -> int:
-        """The same of what is gathered together."""
-        return ALIGN
-
-    def dtypes(self, weight: ParamSpec) -> tuple[str, str]:
-        """Compute and master dtype."""
-        known = self._dtypes.get(weight.name)
-        if known is None:
-            known = self._dtypes[weight.name] = self._found_dtypes(weight)
-        return known
-
-    @cached_property
-    def _dtypes(self) -> dict[str, tuple[str, str]]:
-        return {}
-
-    def _found_dtypes(self, weight: ParamSpec) -> tuple[str, str]:
-        precision = self.options.precision
-        if precision is None or not weight.dtype.startswith(("float", "bfloat")):
-            return weight.dtype, weight.dtype
-        keeps = any(fnmatchcase(weight.name, pattern) for pattern in precision.keep)
-        return (precision.master if keeps else precision.compute), precision.master
-
-    def grad_dtypes(self, weight: ParamSpec) -> tuple[str, str]:
-        """What travels, and what `p.grad` is."""
-        precision, compute = self.options.precision, self.dtypes(weight)[0]
-        if precision is None or compute == precision.master:
-            return compute, compute
-        return precision.wire, precision.landed
-
     @cached_property
     def gather_groups(self) -> list[GatherGroupSpec]:
-        result = []
-        for unit in self.units:
-            groups: dict[tuple[tuple[str, str], Codec | None], list[ParamSpec]] = {}
-            for weight in unit.weights:
-                codec = gather_codec(self.options.gather, weight.name)
-                groups.setdefault((self.dtypes(weight), codec), []).append(weight)
-            for number, ((dtypes, codec), ws) in enumerate(groups.items()):
-                slots = tuple(self.slots[w.name] for w in ws)
-                pack = PackLayout(slots, self.world, align=self.align_gathered)
-                result.append(GatherGroupSpec(unit.name, number, *dtypes, tuple(ws), slots, pack, codec))
+        """What is gathered together, in the order of the units, and where it rests."""
+        places, offload, result = self.places, self.options.offload, []
+        splits_masters = offload is not None and offload.master == "split"
+        sharded = self.options.shards_params and self.world > 1
+        for group in self.tensors.groups:
+            place = places[group.unit or ROOT]
+            rows, state = place.parameters, place.optimizer
+            # On the disk only beside their state, all of them.
+            if rows == "disk" and not all(
+                w.trainable and self._kernel(w, group.master) for w in group.weights
+            ):
+                rows = "host"
+            keeps = rows == "device" and (not sharded or group.unit in self.small)
+            decoded = keeps and group.codec is not None
+            differs = group.master != group.compute or rows != "device" or decoded
+            # Joined for a chunk at a time: so the optimizers must be element-wise.
+            splits = (
+                splits_masters
+                and state == rows == "device"
+                and (group.compute, group.master) == ("bfloat16", "float32")
+                and all(w.rule < 0 or self.rules[w.rule].by_rows for w in group.weights)
+            )
+            width = 2 if splits else WIDTHS[group.master]
+            own = width if differs and state == "device" else 0
+            result.append(
+                replace(group, keeps=keeps, rows=rows, state=state, splits=splits, master_width=own)
+            )
         return result
 
     @cached_property
     def parts(self) -> list[OffloadGroupSpec]:
         """What rests off the device, in the order in which it is made."""
-        offload, result = self.options.offload, []
+        offload, runs, result = self.options.offload, self.tensors.owner_runs, []
         if offload is None:
             return []
         for gather_group in self.gather_groups:
-            if self.state_rest(gather_group) == "device":
+            if gather_group.state == "device":
                 continue
             groups: dict[tuple[int, Compression | None], list[ParamSpec]] = {}
             for weight in gather_group.weights:
                 if weight.trainable and weight.rule >= 0:
-                    groups.setdefault((weight.rule, self.codec(weight)), []).append(weight)
+                    groups.setdefault((weight.rule, self.codecs[weight.name]), []).append(weight)
             for (number, codec), members in groups.items():
                 by_name = {w.name: w for w in members}
                 sizes = [(w.name, w.numel * WIDTHS[gather_group.compute]) for w in members]
-                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes), self._owner_runs):
+                for names in buckets(sizes, bucket_limit(codec, offload.stage_bytes), runs):
                     spans, numel = self._spans(names)
                     kernel = self._kernel(members[0], gather_group.master)
                     native = kernel and self.overlapped
@@ -480,33 +428,48 @@ class ModelLayout(ABC):
                             master=gather_group.master,
                             rule=self.rules[number],
                             unit=gather_group.unit,
-                            rest=self.state_rest(gather_group),
-                            kernel=native or (kernel and self.state_rest(gather_group) == "disk"),
-                            paged=self.rows_rest(gather_group) == "disk",
+                            rest=gather_group.state,
+                            kernel=native or (kernel and gather_group.state == "disk"),
+                            paged=gather_group.rows == "disk",
                         )
                     )
         return result
+
+    @cached_property
+    def repeated(self) -> tuple[str, ...]:
+        """Units whose backward runs twice: of those that can the ones nearest the loss."""
+        wanted = self.options.offload.repeat_backward if self.options.offload is not None else 0
+        return self.repeatable[-wanted:] if wanted else ()
+
+    @cached_property
+    def repeatable(self) -> tuple[str, ...]:
+        """Units whose backward could run a second time, for their updates alone: nothing else of what they
+        train lands anywhere, nor is another unit inside."""
+        native = {w.name for part in self.parts if part.native for w in part.weights}
+        inner = [unit.name for unit in self.units]
+        return tuple(
+            unit.name
+            for unit in self.units
+            if unit.name
+            and (trained := {w.name for w in unit.weights if w.trainable})
+            and trained <= native
+            and not any(name.startswith(f"{unit.name}.") for name in inner)
+        )
 
     def _spans(self, names: Sequence[str]) -> tuple[tuple[tuple[int, int], ...], int]:
         """Where this rank's rows of each begin in what holds all of them, and how many elements that has."""
         spans, at = [], 0
         for name in names:
-            held = self.slots[name].held(self.rank)
+            held = self.tensors.slots[name].held(self.rank)
             spans.append((at, held))
             at += aligned(held, self.align)
         return tuple(spans), at
-
-    @cached_property
-    def _owner_runs(self) -> dict[str, int]:
-        """See `layout.owner_runs`: of the weights of one unit."""
-        owners = [(w, unit.name) for unit in self.units for w in unit.weights if w.trainable]
-        return owner_runs((w.name, name) for w, name in sorted(owners, key=lambda one: one[0].number))
 
     def _kernel(self, weight: ParamSpec, master: str) -> bool:
         """Whether the native kernels know its update."""
         return weight.rule >= 0 and self.rules[weight.rule].kernel and master == "float32"
 
-    @property
+    @cached_property
     def overlapped(self) -> bool:
         """Whether the native kernels update what rests on the host, beside the computation."""
         precision = self.options.precision
@@ -521,14 +484,14 @@ class ModelLayout(ABC):
     @cached_property
     def buckets(self) -> list[BucketSpec]:
         """Gradients that are reduced together, in the order in which they go out."""
-        parts = [(part.weights, part) for part in self.parts]
-        taken = {w.name for weights, _ in parts for w in weights}
-        trainable = sorted(self.trainable.values(), key=self.arrival)
-        groups: dict[Sort, list[tuple[tuple[ParamSpec, ...], OffloadGroupSpec | None]]] = {}
-        for weights, part in parts:
-            groups.setdefault(self.sort(weights[0]), []).append((weights, part))
+        trainable = sorted(self.tensors.trainable.values(), key=self.arrival)
         by_name = {w.name: w for w in trainable}
-        sorts = {w.name: self.sort(w) for w in trainable}
+        dtypes, codecs = self.tensors.grad_dtypes, self.codecs
+        sorts: dict[str, Sort] = {w.name: (*dtypes[w.name], codecs[w.name]) for w in trainable}
+        taken = {w.name for part in self.parts for w in part.weights}
+        groups: dict[Sort, list[tuple[tuple[ParamSpec, ...], OffloadGroupSpec | None]]] = {}
+        for part in self.parts:
+            groups.setdefault(sorts[part.weights[0].name], []).append((part.weights, part))
         owner_run = owner_runs((w.name, w.name in taken) for w in trainable)
         for sort in dict.fromkeys(sorts.values()):
             sizes = [
@@ -547,7 +510,7 @@ class ModelLayout(ABC):
             result += [
                 BucketSpec(
                     weights=ws,
-                    slots=tuple(self.slots[w.name].reduced for w in ws),
+                    slots=tuple(self.tensors.slots[w.name].reduced for w in ws),
                     wire=wire,
                     landed=landed,
                     align=self.align,
@@ -565,7 +528,7 @@ class ModelLayout(ABC):
         numbers: dict[Sort, list[int]] = {}
         for number, bucket in enumerate(self.buckets):
             if not isinstance(bucket.codec, MeanCodec):
-                numbers.setdefault(bucket.sort, []).append(number)
+                numbers.setdefault((bucket.wire, bucket.landed, bucket.codec), []).append(number)
         return [self._ring(sort, members) for sort, members in numbers.items()]
 
     def _ring(self, sort: Sort, numbers: list[int]) -> RingSpec:
@@ -588,7 +551,7 @@ class ModelLayout(ABC):
         """Elements in fp32 that buckets with codecs share: of the longest wire that is coded, and of the
         longest shard whose sum lands in fewer bits."""
         users = [bucket for bucket in self.buckets if isinstance(bucket.codec, (Codec, Rows))]
-        narrow = [bucket.shard(self.rank) for bucket in users if WIDTHS[bucket.landed] < 4]
+        narrow = [bucket.pack.shard(self.rank) for bucket in users if WIDTHS[bucket.landed] < 4]
         coded = [bucket.wire_numel for bucket in users if isinstance(bucket.codec, Codec)]
         return max(coded, default=0), max(narrow, default=0)
 
@@ -597,42 +560,34 @@ class ModelLayout(ABC):
         """By the name of a weight, the number of the bucket that its gradient travels in, and its bytes on
         the unsharded parameter."""
         numbered = [(number, w) for number, bucket in enumerate(self.buckets) for w in bucket.weights]
-        return {w.name: (number, w.numel * WIDTHS[self.dtypes(w)[0]]) for number, w in numbered}
-
-    def sum_dtype(self, weight: ParamSpec) -> str:
-        """What an unsharded parameter adds several gradients up in; see [Note: sums of micro-batches] in
-        `params/sharded_param.py`."""
-        return max(self.dtypes(weight)[0], self.grad_dtypes(weight)[0], key=WIDTHS.__getitem__)
+        return {w.name: (number, w.numel * WIDTHS[self.tensors.dtypes[w.name][0]]) for number, w in numbered}
 
     @cached_property
-    def holding(self) -> list[bool]:
+    def sum_dtypes(self) -> dict[str, str]:
+        """What unsharded parameters add several gradients up in, by name; see [Note: sums of micro-batches]
+        in `params/sharded_param.py`."""
+        return {
+            name: max(self.tensors.dtypes[name][0], wire, key=WIDTHS.__getitem__)
+            for name, (wire, _) in self.tensors.grad_dtypes.items()
+        }
+
+    def holding(self, summed: bool) -> list[bool]:
         """Of each bucket, whether its gradients may stay on some rank until the next one has left; see
-        `bucket.held`."""
-        return [self._holds(bucket, {self.dtypes(w)[0] for w in bucket.weights}) for bucket in self.buckets]
+        `bucket.held`. `summed`: where unsharded parameters have several gradients added up."""
+        if self.traits.staged or self.behind:
+            return [False] * len(self.buckets)
+        result = []
+        for bucket in self.buckets:
+            names = [w.name for w in bucket.weights]
+            dtypes = {self.sum_dtypes[name] if summed else self.tensors.dtypes[name][0] for name in names}
+            straight = bucket.codec is None and dtypes == {bucket.wire}
+            result.append(straight and max(bucket.pack.most) * WIDTHS[bucket.wire] >= HELD_BYTES)
+        return result
 
     @cached_property
-    def holding_sums(self) -> list[bool]:
-        """The same where unsharded parameters have several gradients added up."""
-        return [self._holds(bucket, {self.sum_dtype(w) for w in bucket.weights}) for bucket in self.buckets]
-
-    def _holds(self, bucket: BucketSpec, dtypes: set[str]) -> bool:
-        if self.traits.staged or self.behind or bucket.codec is not None:
-            return False
-        return dtypes == {bucket.wire} and max(bucket.pack.most) * WIDTHS[bucket.wire] >= HELD_BYTES
-
-    @cached_property
-    def trainable(self) -> dict[str, ParamSpec]:
-        return {w.name: w for unit in self.units for w in unit.weights if w.trainable}
-
-    def codec(self, weight: ParamSpec) -> Compression | None:
-        """What its gradient travels through."""
-        return codec_for(self.options.compress, weight.name, weight.shape) if self.world > 1 else None
-
-    def freezes(self, weight: ParamSpec) -> bool:
-        """Whether its second moments are kept beside the optimizer's."""
-        codec = self.codec(weight)
-        return codec is not None and codec.freezes
-
-    def sort(self, weight: ParamSpec) -> Sort:
-        """Weights of one sort may share a bucket."""
-        return (*self.grad_dtypes(weight), self.codec(weight))
+    def codecs(self) -> dict[str, Compression | None]:
+        """What the gradient of every parameter travels through, by its name."""
+        routes = self.options.compress
+        if self.world == 1 or not routes:
+            return dict.fromkeys(self.tensors.trainable)
+        return {name: codec_for(routes, name, w.shape) for name, w in self.tensors.trainable.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .sharding import aligned
 
@@ -34,64 +35,63 @@ class UnitVisit:
 
 
 @dataclass(frozen=True)
-class UnitOrder:
-    """How a step goes through the units.
+class UnitGathers:
+    """How a step gathers the units.
 
+    - `sizes`: what every unit gathers, the root first, in the order in which they are registered; nothing
+      where it is always whole. `ahead`: how many units are gathered ahead of use.
+    - `stages`: where the codes of every unit arrive meanwhile; `at_once`: those of all units together.
     - `visits`: in the order of forward; where there are none, every unit once, as they are registered.
     - `waiting`: units that never have all of their gradients. `frozen`: those that wait for none.
       `recomputed`: those that compute again in backward.
     """
 
+    sizes: Mapping[str, Sizes]
+    stages: Mapping[str, Sizes]
+    at_once: bool
+    ahead: int
     visits: Sequence[UnitVisit] = ()
     waiting: Container[str] = ()
     frozen: Container[str] = ()
     recomputed: Container[str] = ()
 
-
-def most_lent(
-    sizes: Mapping[str, Sizes],
-    stages: Mapping[str, Sizes],
-    ahead: int,
-    at_once: bool = False,
-    unit_order: UnitOrder | None = None,
-) -> Sizes:
-    """The most buffers of each size. `sizes`: what every unit gathers, the root first, in the order in which
-    they are registered; nothing where it is always whole. `stages`: where its codes arrive meanwhile;
-    `at_once`: those of all units together."""
-    lending = _Lending(sizes, stages, ahead, unit_order or UnitOrder())
-    if at_once:
-        for name in sizes:
-            lending.arriving.take(name)
-        for name in sizes:
-            lending.arriving.give(name)
-    lending.forward()
-    lending.backward()
-    return lending.most
+    @cached_property
+    def lent(self) -> LentBuffers:
+        """What a step borrows, found by following it."""
+        lending = _Lending(self)
+        if self.at_once:
+            for name in self.sizes:
+                lending.arriving.take(name)
+            for name in self.sizes:
+                lending.arriving.give(name)
+        lending.forward()
+        lending.backward()
+        return LentBuffers(lending.most, lending.lent.times)
 
 
-def times_gathered(sizes: Mapping[str, Sizes], ahead: int, unit_order: UnitOrder) -> Counter[str]:
-    """How often a step gathers each unit; `sizes` as of `most_lent`."""
-    lending = _Lending(sizes, {name: Sizes() for name in sizes}, ahead, unit_order)
-    lending.forward()
-    lending.backward()
-    return lending.lent.times
+@dataclass(frozen=True)
+class LentBuffers:
+    """What a step borrows: the `most` buffers of each size at one time, and how many `times` it gathers each
+    unit."""
+
+    most: Sizes
+    times: Counter[str]
 
 
 class _Lending:
     """One step, as `runtime` makes it."""
 
-    def __init__(
-        self, sizes: Mapping[str, Sizes], stages: Mapping[str, Sizes], ahead: int, unit_order: UnitOrder
-    ) -> None:
+    def __init__(self, gathers: UnitGathers) -> None:
         self.most = Sizes()
-        self.lent, self.arriving = _HeldSizes(sizes, self.most), _HeldSizes(stages, self.most)
-        self._sizes, self._ahead, self._unit_order = sizes, ahead, unit_order
-        self._root, *others = sizes
-        self._visits = unit_order.visits or [UnitVisit(name, 1, (name,)) for name in others]
+        self.lent = _HeldSizes(gathers.sizes, self.most)
+        self.arriving = _HeldSizes(gathers.stages, self.most)
+        self._gathers, self._sizes, self._ahead = gathers, gathers.sizes, gathers.ahead
+        self._root, *others = gathers.sizes
+        self._visits = gathers.visits or [UnitVisit(name, 1, (name,)) for name in others]
         entered = [visit.unit for visit in self._visits if visit.entered]
         self._order = list(dict.fromkeys([self._root, *entered]))
         self._places = {name: place for place, name in enumerate(self._order)}
-        self._last = self._order[-1 - ahead :]  # stay from forward to backward
+        self._last = self._order[-1 - self._ahead :]  # stay from forward to backward
         self._left = Counter(visit.unit for visit in self._visits)  # visits until its gradients are complete
         self._recent: list[str] = []
 
@@ -114,7 +114,7 @@ class _Lending:
     def backward(self) -> None:
         for visit in reversed(self._visits):
             needs = visit.needs if visit.reached else ()
-            if visit.reached and visit.unit in self._unit_order.recomputed and self._sizes[visit.unit]:
+            if visit.reached and visit.unit in self._gathers.recomputed and self._sizes[visit.unit]:
                 self._make_room(visit.unit, done=True)
                 self._fetch(visit.unit, -1)
                 needs = needs or (visit.unit,)  # nothing was saved of what is computed again
@@ -136,8 +136,8 @@ class _Lending:
         self._recent = [name for name in dict.fromkeys(kept) if done or name != coming]
 
     def _has_all(self, name: str) -> bool:
-        unit_order = self._unit_order
-        return name in unit_order.frozen or (self._left[name] <= 0 and name not in unit_order.waiting)
+        gathers = self._gathers
+        return name in gathers.frozen or (self._left[name] <= 0 and name not in gathers.waiting)
 
     def _fetch(self, name: str, way: int) -> None:
         """A unit and those that come next, forward or (-1) backward."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from zeroshard.compress.base import padded
 from zeroshard.options import DTYPE_BYTES
 
 from .placement import Rest
@@ -30,7 +31,8 @@ WIDTHS = DTYPE_BYTES | {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-# Dtypes of wire and gradient, and the codec between.
+# Dtypes of wire and gradient, and the codec between. Gradients of one sort may share a bucket, and its
+# buckets a ring of wires.
 Sort = tuple[str, str, "Compression | None"]
 ROOT = "(root)"  # label of the unit without a name
 BLOCK = 256  # elements that share the scales of 8-bit moments, as in the native kernels
@@ -78,11 +80,11 @@ class ParamSpec:
     rule: int = 0
     used: bool = True
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def updated(self) -> bool:
         """Whether an optimizer's step changes it, and keeps state for it."""
         return self.trainable and self.used and self.rule >= 0
@@ -168,7 +170,14 @@ class BufferBytes:
 @dataclass(frozen=True)
 class GatherGroupSpec:
     """Weights of one unit, one pair of dtypes and one codec of `gather=`, with their slots: what a gather
-    moves. `number`: which of its unit's it is."""
+    moves.
+
+    - `number`: which of its unit's it is. `codec`: what its rows travel through, if they do.
+    - `keeps`: whether its unsharded parameters are always whole on the device.
+    - `rows`, `state`: the tiers of its compute weights and of its optimizer state.
+    - `master_width`: bytes an element of a master on the device beside the compute weights; 0 without one.
+      `splits`: that master is a remainder, which makes the weight a whole one.
+    """
 
     unit: str
     number: int
@@ -178,24 +187,28 @@ class GatherGroupSpec:
     slots: tuple[ShardSpec, ...]
     pack: PackLayout
     codec: Codec | None = None
+    keeps: bool = True
+    rows: Rest = "device"
+    state: Rest = "device"
+    splits: bool = False
+    master_width: int = 0
 
     @property
     def key(self) -> str:
         """Its name in a run, the same on all ranks."""
         return f"{self.unit or ROOT}/{self.number}"
 
-    @property
-    def full(self) -> int:
-        return self.pack.full
-
-    def body(self, rank: int) -> int:
-        return self.pack.body(rank)
+    @cached_property
+    def codes(self) -> list[int]:
+        """Bytes of the code that each rank's rows travel as; none without a codec."""
+        if self.codec is None:
+            return []
+        return [padded(self.codec.wire_bytes(self.pack.body(rank))) for rank in range(self.pack.world)]
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Weights whose gradients travel together. `part`: where they end, if their state is off the device.
-    Gradients of one `sort` may share a bucket, and its buckets a ring of wires."""
+    """Weights whose gradients travel together. `part`: where they end, if their state is off the device."""
 
     weights: tuple[ParamSpec, ...]
     slots: tuple[ShardSpec, ...]
@@ -206,25 +219,16 @@ class BucketSpec:
     flat: bool = False  # stage 0: `FlatPackLayout`
     codec: Compression | None = None
 
-    @property
-    def sort(self) -> Sort:
-        return self.wire, self.landed, self.codec
-
     @cached_property
     def wire_numel(self) -> int:
+        """Elements of the communication buffer."""
         if self.flat:
-            return self.pack.world * self.shard(0)
+            return self.pack.world * self.pack.shard(0)
         return sum(_over_ranks(slot, self.align) for slot in self.slots) + self.pack.world * self.pack.tail
-
-    def shard(self, rank: int) -> int:
-        return self.pack.shard(rank)
-
-    @property
-    def full(self) -> int:
-        return self.pack.full
 
     @cached_property
     def pack(self) -> PackLayout:
+        """How their slots lie in the communication buffer."""
         return (FlatPackLayout if self.flat else PackLayout)(
             self.slots, self.slots[0].world, True, self.align
         )

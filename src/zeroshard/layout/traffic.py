@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeroshard.compress import Codec, MeanCodec
+from zeroshard.compress import Codec, Delta, MeanCodec
 from zeroshard.sync_policies import Local, choices_of
 
 from .codes import wire_bytes
 from .division import ALONE, ModelLayout
-from .prefetch import times_gathered
 from .sharding import PackLayout, ShardSpec, buckets, slots_for
 from .specs import WIDTHS, BucketSpec, BufferBytes, GatherGroupSpec
 
@@ -37,18 +36,15 @@ class SentBytes:
     def add(self, kind: str, size: int, all_to_all: bool = False, cached: bool = False) -> None:
         """An exchange of `size` bytes among all ranks; `cached`: the node has what comes from others."""
         if self.levels and not all_to_all:
-            inside = size * (self.each - 1) // self.each
             between = 0 if cached else size * (self.world // self.each - 1) // self.world
-            self._count(kind, inside + between, between)
-            return
-        between = size * (self.world - self.each) // self.world
-        self._count(kind, size * (self.world - 1) // self.world, between)
-        self.reductions += between if all_to_all else 0
-
-    def _count(self, kind: str, total: int, between: int) -> None:
+            total = size * (self.each - 1) // self.each + between
+        else:
+            between = size * (self.world - self.each) // self.world
+            total = size * (self.world - 1) // self.world
         self.total[kind] = self.total.get(kind, 0) + total
         if self.each < self.world:
             self.between[kind] = self.between.get(kind, 0) + between
+        self.reductions += between if all_to_all else 0
 
     def through_port(self, rings: bool) -> int:
         """Bytes that take this rank's share of its node's port. Where one library joins all ranks in `rings`,
@@ -78,13 +74,14 @@ def sent_by_rank(setup: ModelLayout, ranks_per_node: int | None = None, passes: 
             sent.add("reduce", _travels(bucket, bucket.landed), isinstance(bucket.codec, Codec))
     if setup.options.stage == 0:
         return sent
-    times = Counter[str]() if setup.resident else times_gathered(setup.lends, setup.ahead, setup.course)
+    times = Counter[str]() if setup.resident else setup.unit_gathers.lent.times
     for gather_group in setup.gather_groups:
         size = _gathered(setup, gather_group)
-        if setup.keeps(gather_group):
+        if gather_group.keeps:
             sent.add("publish", size)
             continue
-        for number in range(1 if setup.changes(gather_group) else passes * times[gather_group.unit]):
+        changes = isinstance(gather_group.codec, Delta)
+        for number in range(1 if changes else passes * times[gather_group.unit]):
             sent.add("gather", size, cached=setup.options.node_cache and number > 0)
     return sent
 
@@ -92,11 +89,7 @@ def sent_by_rank(setup: ModelLayout, ranks_per_node: int | None = None, passes: 
 def _gathered(setup: ModelLayout, gather_group: GatherGroupSpec) -> int:
     """Bytes of a gather group's rows on all ranks, as they travel."""
     numel, codec = sum(slot.numel for slot in gather_group.slots if slot.split != "copy"), gather_group.codec
-    return (
-        codec.wire_bytes(numel)
-        if codec and setup.codes(gather_group)
-        else numel * WIDTHS[gather_group.compute]
-    )
+    return codec.wire_bytes(numel) if codec else numel * WIDTHS[gather_group.compute]
 
 
 def _travels(bucket: BucketSpec, dtype: str) -> int:
@@ -123,8 +116,8 @@ def stage_bytes(setup: ModelLayout) -> int:
             if isinstance(bucket.codec, Codec):
                 need("uint8", wire_bytes(bucket.codec, bucket.pack, WIDTHS[bucket.wire]))
             continue
-        own, total = bucket.shard(setup.rank), bucket.wire_numel
-        each = max(bucket.shard(0), own)
+        own, total = bucket.pack.shard(setup.rank), bucket.wire_numel
+        each = max(bucket.pack.shard(0), own)
         even = each * world == total
         if WIDTHS[bucket.wire] == 2:
             need(bucket.wire, own * world)
@@ -139,7 +132,7 @@ def stage_bytes(setup: ModelLayout) -> int:
         if any(slot.split != "copy" for slot in gather_group.slots):
             staged = sum(slot.most for slot in gather_group.slots if not slot.straight) * (world + 1)
             past = sum(slot.most for slot in gather_group.slots if slot.straight)
-            need(gather_group.compute, staged + (past if setup.streams(gather_group) else 0))
+            need(gather_group.compute, staged + (past if gather_group.rows != "device" else 0))
     return sum(numel * WIDTHS[dtype] for dtype, numel in most.items())
 
 
@@ -152,7 +145,7 @@ def received_bytes(setup: ModelLayout) -> int:
     for ring in setup.rings if setup.reduces else ():
         most: dict[int, int] = {}
         for turn, number in zip(ring.turns, ring.buckets, strict=True):
-            most[turn] = max(most.get(turn, 0), setup.buckets[number].shard(setup.rank))
+            most[turn] = max(most.get(turn, 0), setup.buckets[number].pack.shard(setup.rank))
         if ring.codec is None:
             total += (setup.world - 1) * sum(most.values()) * WIDTHS[ring.dtype]
     return total
@@ -161,7 +154,7 @@ def received_bytes(setup: ModelLayout) -> int:
 def _short_bytes(setup: ModelLayout, gather_group: GatherGroupSpec) -> int:
     """What a gather of a gather group passes through on all ranks together: segments that do not travel
     alone."""
-    if setup.codes(gather_group) or all(slot.split == "copy" for slot in gather_group.slots):
+    if gather_group.codec is not None or all(slot.split == "copy" for slot in gather_group.slots):
         return 0
     width, total = WIDTHS[gather_group.compute], 0
     for band in gather_group.pack.bands:
@@ -177,7 +170,7 @@ def meeting_bytes(setup: ModelLayout) -> BufferBytes:
     for policy in choices_of(setup.options.sync):
         if isinstance(policy, Local):
             for dtype, names in (chunk for part in _chunks(setup, policy) for chunk in part):
-                shapes = [(name, setup.trainable[name].shape) for name in names]
+                shapes = [(name, setup.tensors.trainable[name].shape) for name in names]
                 pack = meeting_pack(shapes, setup.world)
                 wire, shard = pack.wire * WIDTHS[dtype], pack.shards[setup.rank] * WIDTHS[dtype]
                 total += BufferBytes(buckets=wire + shard, state=2 * shard)
@@ -190,8 +183,9 @@ def meeting_pack(shapes: Sequence[tuple[str, tuple[int, ...]]], world: int) -> P
 
 
 def _chunks(setup: ModelLayout, policy: Local) -> list[list[tuple[str, list[str]]]]:
-    masters = {w.name: setup.dtypes(w)[1] for w in setup.trainable.values()}
-    members = [(w.name, masters[w.name], w.numel * WIDTHS[masters[w.name]]) for w in setup.trainable.values()]
+    masters = {name: master for name, (_, master) in setup.tensors.dtypes.items()}
+    trainable = setup.tensors.trainable.items()
+    members = [(name, masters[name], w.numel * WIDTHS[masters[name]]) for name, w in trainable]
     return chunks(members, policy.fragments, setup.options.bucket_bytes)
 
 

@@ -90,6 +90,15 @@ class ShardedOptimizer:
         """Let a codec freeze second moments."""
         self.held = moments
 
+    @contextmanager
+    def showing(self, whole: dict[int, dict[str, Any]]) -> Iterator[None]:
+        """Inside, `state_dict()` shows these whole tensors, by id(sharded parameter)."""
+        self.whole = whole
+        try:
+            yield
+        finally:
+            self.whole = None
+
     def meet(self, params: Sequence[ShardedParam]) -> None:
         """Parameters that the optimizer holds."""
         wholes = not rows_suffice(self.optimizer) and any(
@@ -384,7 +393,7 @@ class ShardedOptimizer:
         linked_to, dicts = self._linked
         states = list(seen_state.values())
         if linked_to is not seen_state or len(dicts) != len(states) or not all(map(is_, states, dicts)):
-            self._point_elsewhere()
+            self.point_elsewhere()
             self._inner.clear()
             self._inner.update(
                 {
@@ -405,14 +414,18 @@ class ShardedOptimizer:
                     seen_state.setdefault(sharded_param_of.get(id(proxy), proxy), state)
             self._linked = (seen_state, list(seen_state.values()))
 
-    def _point_elsewhere(self) -> None:
+    def is_elsewhere(self, sharded_param: Tensor) -> bool:
+        """Whether the parameter and its state lie whole on another rank."""
+        param = self.params.get(id(sharded_param))
+        if param is None or self.sharded_tensors.mesh is None or rows_suffice(self.optimizer):
+            return False
+        return param.slot.split == "whole" and param.slot.owner != self.sharded_tensors.rank
+
+    def point_elsewhere(self) -> None:
         """Where other ranks alone have state, say so: else Python's KeyError would."""
-        if self.sharded_tensors.mesh is None or rows_suffice(self.optimizer):
-            return
         for param in self.params.values():
-            owner = param.slot.owner
-            if param.slot.split == "whole" and owner != self.sharded_tensors.rank:
-                said = ElsewhereState(type(self.optimizer).__name__, param.name, owner)
+            if self.is_elsewhere(param.sharded_param):
+                said = ElsewhereState(type(self.optimizer).__name__, param.name, param.slot.owner)
                 self.optimizer.state.setdefault(param.sharded_param, said)
 
     def state_bytes(self) -> int:

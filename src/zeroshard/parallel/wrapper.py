@@ -187,7 +187,7 @@ class DistributedDataParallel(nn.Module):
         self._holders.replaced(self._run.close)
         self._run = None
         self._holders.adopt(optimizer)
-        self._holders.late = [optimizer]
+        self._holders.late[:] = [optimizer]
 
     # ------------------------------------------------------------------ the loop
 

@@ -21,6 +21,10 @@ class WriteVersions:
         self.touched: set[int] = set()  # where the rows lie that were written since `looked`
         self._begun = False
 
+    def ask(self, before: Callable[[bool], None], before_reads: Callable[[], None]) -> None:
+        """Call these from now on before somebody writes, or computes with the values."""
+        self.before, self.before_reads = before, before_reads
+
     def coming(self, rows: torch.Tensor) -> None:
         """Somebody is about to write. Peers may still read the rows in place."""
         if self.before is not None:
@@ -47,6 +51,10 @@ def place_of(rows: torch.Tensor) -> int:
 
 class CopiedView(WriteVersions):
     """The versions of rows by number (`p[0]`), which look like a view and are a copy: writing them raises."""
+
+    def ask(self, before: Callable[[bool], None], before_reads: Callable[[], None]) -> None:
+        """Call these from now on before somebody writes, or computes with the values."""
+        self.before, self.before_reads = before, before_reads
 
     def coming(self, rows: torch.Tensor) -> None:
         raise StateError(

@@ -3,6 +3,5 @@
 A `planning_problem` leaves ways to run open; `candidates` lists them, each priced in bytes
 (`zeroshard.layout`) and seconds (`pricing`), `choice` takes one or says why none fits, and `plan` is the
 record that comes out. `answer` has `zs.plan()`, which asks all of them. A model becomes numbers by its
-`signatures` and a `trace` of one step on fake tensors, with its `operations` and `segments`;
-`positions` are how long a micro-batch may be.
+`signatures` and a `trace` of one step on fake tensors, with its `operations`.
 """

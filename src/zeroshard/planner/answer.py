@@ -22,10 +22,8 @@ from zeroshard.refusals import (
     optimizers_of,
     refuse_model,
     refuse_optimizers,
-    refuse_patterns,
+    refuse_options,
     refuse_precision,
-    refuse_rows,
-    refuse_second_names,
     refuse_tried,
     refuse_written,
     takes,
@@ -38,6 +36,7 @@ from .plan import Plan, Rate, options_of
 from .planning_problem import HalfBatch, OpenChoices, PlannedStep, PlanningProblem, TierLimits, placing_of
 from .pricing import ring_seconds
 from .signatures import (
+    ExampleInputs,
     blocks_of,
     numel_of,
     rows_of,
@@ -52,7 +51,7 @@ from .signatures import (
 from .trace import StepTraces
 
 if TYPE_CHECKING:
-    from .trace import ExampleInputs, Loss
+    from .trace import Loss
 
 
 class PlanArguments(TypedDict, total=False):
@@ -273,13 +272,7 @@ def model_problem_for(
     site: Site,
 ) -> ModelProblem:
     """The question for what is wanted (`PlanArguments`). `given`: names of the options that the user gave."""
-    # Fake tensors take a second to import, which `import zeroshard` should not.
-    from .trace import ExampleInputs
-
-    refuse_rows(optimizers or (), options)
-    refuse_second_names(model, options)
-    refuse_patterns(model, optimizers or (), options)
-    refuse_precision(model, options.precision)
+    refuse_options(model, optimizers or (), options)
     refuse_written(model, options, site.ranks)
     stages = _stages(optimizers, options, given, site.ranks)
     units = blocks_of(model, optimizers, options.units)
@@ -338,8 +331,6 @@ def model_problem_for(
 
 def _half(traces: StepTraces, batch: Any, resting: int) -> HalfBatch | None:
     """The same step with half as many rows, as far as there are two."""
-    from .trace import ExampleInputs
-
     rows = rows_of(batch)
     if rows < 2:
         return None

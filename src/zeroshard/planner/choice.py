@@ -37,7 +37,7 @@ def choose(problem: PlanningProblem) -> Plan:
     uneven = imbalance(problem.setup(problem.way(chosen.stage))) if chosen.stage else 0.0
     return Plan(
         model=problem.model,
-        parameters=problem.parameters,
+        parameters=sum(unit.numel for unit in problem.units),
         ranks=problem.world,
         ranks_per_node=problem.ranks_per_node,
         limit=problem.limits.device,
@@ -84,6 +84,12 @@ def reasons(
         )
     if chosen.holds_on_host and problem.options.offload is None:
         yield "Gradients land on the host and wait there for the loop's clipping and step."
+    if chosen.repeats:
+        units = f"{chosen.repeats} units" if chosen.repeats > 1 else "unit"
+        yield (
+            f"The backward of the {units} nearest the loss runs twice: not all gradients have room until the "
+            "norm is known."
+        )
     yield from _unknown(problem, chosen)
     if chosen.placing != "device" and problem.options.clip_norm is None and not problem.options.defers:
         yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."
@@ -118,9 +124,13 @@ def _margin_text(problem: PlanningProblem, chosen: Candidate, margin: int) -> st
     whose = "as on an H200"
     if machine.source == "measured":
         whose = f"measured here with {machine.allocator or 'the default settings'}"
+    share = int((chosen.asked + chosen.kinds.get("workspace", 0)) * machine.margin)
+    what = f"{machine.margin:.1%} of what is asked of it ({whose})"
+    if margin - PARTLY_FILLED > share + 2**20:
+        what = f"gaps between what comes and goes in a step (more than the {what})"
     return (
-        f"The allocator's margin is {show_bytes(margin)}: {machine.margin:.1%} of what is asked of it "
-        f"({whose}) and {show_bytes(PARTLY_FILLED)} of blocks that are partly filled"
+        f"The allocator's margin is {show_bytes(margin)}: {what} "
+        f"and {show_bytes(PARTLY_FILLED)} of blocks that are partly filled"
         + (f"; beside it {', '.join(outside)}." if outside else ".")
     )
 

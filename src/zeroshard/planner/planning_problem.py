@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from zeroshard.errors import OptionError
-from zeroshard.layout.memory import MemoryModel, heaviest, imbalance
+from zeroshard.layout.memory import MemoryModel, StepSegment, heaviest, imbalance
 from zeroshard.layout.prefetch import UnitVisit
 from zeroshard.layout.specs import ASSUMED_TRAITS, WIDTHS, OptimizerRule, TransportTraits, UnitSpec
-from zeroshard.layout.timeline import StepSegment
 from zeroshard.machine import Machine
 from zeroshard.options import Offload, Options, Precision, Stage, Tier
 
@@ -116,11 +115,7 @@ class PlanningProblem:
         """The same with something else known of its step."""
         return replace(self, step=replace(self.step, **step))
 
-    @property
-    def parameters(self) -> int:
-        return sum(unit.numel for unit in self.units)
-
-    @property
+    @cached_property
     def ranks_per_node(self) -> int:
         return min(self.world, self.machine.node)
 
@@ -131,18 +126,18 @@ class PlanningProblem:
             return made
         return made.limited(device=self.limits.device * self.ranks_per_node // made.ranks_per_node)
 
-    @property
+    @cached_property
     def spare(self) -> int:
         """Bytes of the limit that a plan leaves free where that costs nothing: an allocator's margin is as
         exact as a measurement."""
         return self.limits.device // 100 if self.machine.margin else 0
 
-    @property
+    @cached_property
     def host_share(self) -> float:
         """Host memory of one rank."""
         return math.inf if self.limits.host is None else self.limits.host / self.ranks_per_node
 
-    @property
+    @cached_property
     def disk_share(self) -> float:
         """Disk of one rank."""
         return math.inf if self.limits.disk is None else self.limits.disk / self.ranks_per_node
@@ -172,8 +167,9 @@ class PlanningProblem:
             none = replace(base, offload=replace(offload, device_bytes=0))
             known = self.setups[base, self.world] = self.setup(none).within(offload.device_bytes)
         if known is None:
-            # Tensors are divided and bundled alike whatever is on the host, and in buckets of any size.
-            alike = Options(stage=3 if base.stage else 0, split=base.split, precision=base.precision)
+            # Tensors are divided and gathered alike whatever is on the host, and in buckets of any size.
+            stage: Stage = 3 if base.stage else 0
+            alike = Options(stage=stage, split=base.split, precision=base.precision, gather=base.gather)
             kin = self.setups.get((alike, self.world))
             if kin is None:
                 made = MemoryModel(
@@ -185,7 +181,7 @@ class PlanningProblem:
                     visits=self.step.visits,
                 )
                 kin = self.setups[alike, self.world] = heaviest(made)
-            known = self.setups[base, self.world] = kin.bundled_as(base)
+            known = self.setups[base, self.world] = kin.grouped_as(base)
         return known.recomputing(options.recompute) if options.recompute else known
 
     def segments(self, options: Options) -> tuple[StepSegment, ...]:
@@ -261,6 +257,20 @@ class PlanningProblem:
             yield {"moments": "int8"} | ({"master": "split"} if narrow else {})
         if not on_device and replace(options, offload=Offload()).defers:
             yield {"undo": False}
+        if not on_device and self._repeats:
+            split = narrow and options.clip_norm is not None
+            yield {"repeat_backward": len(self.names)} | ({"master": "split"} if split else {})
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether units may run backward twice instead of keeping gradients until the norm is known."""
+        if self.world > 1 or self.step.micro_batches > 1 or not any(rule.kernel for rule in self.rules):
+            return False
+        try:
+            replace(self.options, offload=Offload(repeat_backward=1))
+        except OptionError:
+            return False
+        return True
 
     def leaner(self, options: Options, own_offload: bool = False) -> Options:
         """The same with buckets no larger than the largest tensor, and nothing gathered ahead."""

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroshard.compress import Codec, Delta, MeanCodec
-from zeroshard.layout.memory import MemoryModel
+from zeroshard.layout.memory import MemoryModel, StepSegment
 from zeroshard.layout.specs import WIDTHS, BucketSpec
-from zeroshard.layout.timeline import StepSegment
 from zeroshard.layout.traffic import SentBytes
 from zeroshard.machine import Machine
 
@@ -46,7 +45,8 @@ def seconds_of(
     compute = sum(computed) + (coding := _coding(setup, machine))
     exchange = _exchange(setup, machine, sent)
     gathers = sent.total.get("gather", 0) / max(sum(sent.total.values()), 1)
-    alone = exchange if not setup.traits.overlaps else 0.0 if _ahead(setup) else exchange * gathers
+    announced = setup.options.prefetch > 0 or setup.resident
+    alone = exchange if not setup.traits.overlaps else 0.0 if announced else exchange * gathers
     # Stage 0: sums go back to all ranks beside backward; as codes, when it is over. Between GPUs each can be
     # updated as soon as it is back.
     whole = setup.reduces and setup.options.stage == 0
@@ -56,20 +56,21 @@ def seconds_of(
     parts = {"compute": compute, "exchange": exchange} | ({"codecs": coding} if coding else {})
     beside = {"compute": compute, "exchange": exchange - alone}
     held, width = _held(setup), min((WIDTHS[b.compute] for b in setup.gather_groups), default=4)
-    touched = {rest: count * _touched(setup, width) for rest, count in held.items()}
+    each, widened = _touched(setup, width)
+    touched = {rest: count * each for rest, count in held.items()}
     last = awaited = 0.0  # what comes after all that runs side by side; for what the next forward waits
     if touched["device"]:
         parts["update"] = touched["device"] / (machine.update_rate or machine.memory_rate)
-        parts["update"] += held["device"] * _widened(setup, width) / machine.memory_rate
+        parts["update"] += held["device"] * widened / machine.memory_rate
         # Behind both; the host goes on with its own updates meanwhile.
         beside = {what: taken + parts["update"] for what, taken in beside.items()}
-    away, each = held["host"] + held["disk"], sent.each
-    if away or setup.streamed:
-        streamed = sum(b.body(setup.rank) for b in setup.gather_groups if setup.streams(b))
+    away = held["host"] + held["disk"]
+    streams = [b.pack.body(setup.rank) for b in setup.gather_groups if b.rows != "device"]
+    if away or streams:
         # Gradients go out while weights come in; streamed weights come in twice more, forward and backward.
-        parts["copies"] = beside["copies"] = (away + 2 * streamed) * width / machine.pcie
+        parts["copies"] = beside["copies"] = (away + 2 * sum(streams)) * width / machine.pcie
     if away:
-        update = (touched["host"] + touched["disk"]) * each / machine.host_rate
+        update = (touched["host"] + touched["disk"]) * sent.each / machine.host_rate
         parts["host update"] = update
         if setup.parts and all(part.native for part in setup.parts):
             # Between its last update and the next gradient the host waits for the root.
@@ -80,7 +81,7 @@ def seconds_of(
         else:
             last += update
     if held["disk"]:
-        parts["disk"] = beside["disk"] = 2 * setup.held.disk * each / machine.disk_rate
+        parts["disk"] = beside["disk"] = 2 * setup.held.disk * sent.each / machine.disk_rate
     if machine.gpu:  # elsewhere operations run when they are called, and have it among their own time
         beside_it = parts["host update"] if "host update" in beside else 0.0
         launched = _launched(setup, segments, machine, computed[1], beside_it)
@@ -107,14 +108,19 @@ def _compute(setup: MemoryModel, segments: Sequence[StepSegment], machine: Machi
     def rest(moved: int, kernels: int) -> float:
         return moved / machine.memory_rate + kernels * machine.gap
 
-    again = sum(s.flops for s in segments if setup.recomputes(s.unit))
-    back = sum(s.back or s.flops * (3 if setup.recomputes(s.unit) else 2) for s in segments)
+    again = sum(s.flops for s in segments if (s.unit in setup.recomputed))
+    back = sum(s.back or s.flops * (3 if (s.unit in setup.recomputed) else 2) for s in segments)
+    twice = [s for s in segments if s.unit in setup.repeated]  # computed again, and backward again
+    again += sum(s.flops for s in twice)
+    back += sum(max(s.back, 3 * s.flops) for s in twice)
     return (
         sum(s.flops for s in segments) / ahead
         + rest(sum(s.moved for s in segments), sum(s.kernels for s in segments)),
         again / ahead
         + (back - again) / behind
-        + rest(sum(s.moved_back for s in segments), sum(s.kernels_back for s in segments)),
+        + rest(
+            sum(s.moved_back for s in (*segments, *twice)), sum(s.kernels_back for s in (*segments, *twice))
+        ),
     )
 
 
@@ -133,13 +139,11 @@ def _launched(
     launches = [sum(s.kernels for s in segments), sum(s.kernels_back for s in segments)]
     for unit in (s.unit for s in segments if s.unit):
         for number in range(2):
-            launches[number] += HOOKED[number] + RECOMPUTED[number] * setup.recomputes(unit)
+            launches[number] += HOOKED[number] + RECOMPUTED[number] * (unit in setup.recomputed)
     launches[1] += SENT * sum(part.native for part in setup.parts)
     if setup.world > 1:
-        launches = [
-            count + GATHERED * sum(not setup.keeps(b) for b in setup.gather_groups) for count in launches
-        ]
-    weights = sum(len(b.weights) for b in setup.gather_groups if setup.streams(b))
+        launches = [count + GATHERED * sum(not b.keeps for b in setup.gather_groups) for count in launches]
+    weights = sum(len(b.weights) for b in setup.gather_groups if b.rows != "device")
     launches = [count + each * weights for count, each in zip(launches, STREAMED, strict=True)]
     if setup.reduces:
         launches[1] += sum(_launches_to_send(bucket) for bucket in setup.buckets)
@@ -153,7 +157,7 @@ def _gathered_first(setup: MemoryModel) -> int:
     has made stale, and of what the first unit needs."""
     if setup.world == 1 or setup.options.stage == 0:
         return 0
-    return sum(setup.keeps(gather_group) for gather_group in setup.gather_groups) + (not setup.resident)
+    return sum(gather_group.keeps for gather_group in setup.gather_groups) + (not setup.resident)
 
 
 def _launches_to_send(bucket: BucketSpec) -> int:
@@ -193,10 +197,10 @@ def _coding(setup: MemoryModel, machine: Machine) -> float:
         elif isinstance(bucket.codec, MeanCodec):  # read, its means, their product, and what was not sent
             moved += 5 * WIDTHS["float32"] * sum(w.numel for w in bucket.weights)
     for gather_group in setup.gather_groups:
-        if gather_group.codec is not None and setup.codes(gather_group):
+        if gather_group.codec is not None:
             whole = sum(slot.numel for slot in gather_group.slots)
-            moved += _encoded(gather_group.codec, gather_group.body(setup.rank), machine.gpu)
-            gathers = 1 if setup.keeps(gather_group) or setup.changes(gather_group) else 2
+            moved += _encoded(gather_group.codec, gather_group.pack.body(setup.rank), machine.gpu)
+            gathers = 1 if gather_group.keeps or isinstance(gather_group.codec, Delta) else 2
             moved += gathers * _decoded(gather_group.codec, whole, machine.gpu)
     return moved / machine.memory_rate
 
@@ -219,17 +223,13 @@ def _slowness(codec: Codec, gpu: bool) -> tuple[float, float]:
     return inner.slower_on_gpu if gpu else inner.slower_on_cpu
 
 
-def _ahead(setup: MemoryModel) -> bool:
-    return setup.options.prefetch > 0 or setup.resident
-
-
 def _latency(setup: MemoryModel, machine: Machine) -> float:
     """What a step's exchanges take beside their bytes, one after another: what small buckets cost. NCCL
     passes shards on along a ring through all devices of all nodes; the ranks of other transports are as deep
     as a tree."""
     if setup.world == 1:
         return 0.0
-    gathers = sum(1 if setup.keeps(gather_group) else 2 for gather_group in setup.gather_groups)
+    gathers = sum(1 if gather_group.keeps else 2 for gather_group in setup.gather_groups)
     each = machine.latency * math.log2(setup.world)
     if machine.gpu:
         each = machine.latency + ring_seconds(setup.world, machine)
@@ -246,19 +246,14 @@ def _held(setup: MemoryModel) -> dict[str, int]:
     """Elements that this rank updates, by the tier that their state rests in."""
     held = {"device": 0, "host": 0, "disk": 0}
     for gather_group in setup.gather_groups:
-        held[setup.state_rest(gather_group)] += sum(slot.held(setup.rank) for slot in gather_group.slots)
+        held[gather_group.state] += sum(slot.held(setup.rank) for slot in gather_group.slots)
     return held
 
 
-def _touched(setup: MemoryModel, width: int) -> int:
-    """Bytes that an update reads and writes for each element: master, moments, gradient, weight."""
+def _touched(setup: MemoryModel, width: int) -> tuple[int, int]:
+    """Bytes that an update reads and writes for each element: master, moments, gradient, weight. And those
+    that it does on the device beside: torch's own step needs the gradient in the master's dtype, written and
+    read, and reads the master again to make the weight."""
     master = max((WIDTHS[b.master] for b in setup.gather_groups), default=4)
     moments = max((rule.moments for rule in setup.rules), default=0)
-    return 2 * master * (1 + moments) + 2 * width
-
-
-def _widened(setup: MemoryModel, width: int) -> int:
-    """Bytes for each element on the device beside that: torch's own step needs the gradient in the master's
-    dtype, written and read, and reads the master again to make the weight."""
-    master = max((WIDTHS[b.master] for b in setup.gather_groups), default=4)
-    return 3 * master if width < master else 0
+    return 2 * master * (1 + moments) + 2 * width, 3 * master if width < master else 0

@@ -13,8 +13,8 @@ import enum
 import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, Literal
 
@@ -30,6 +30,30 @@ from zeroshard.optim.optimizer_kinds import rule_of
 from zeroshard.params.units import find_units, unit_specs
 
 from .operations import LiveBytes
+
+
+@dataclass(frozen=True)
+class ExampleInputs:
+    """Example inputs of the model's forward: only their shapes and dtypes matter."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, batch: Any) -> ExampleInputs:
+        """A tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
+        if isinstance(batch, dict):
+            return cls((), tuple(batch.items()))
+        return cls(tuple(batch) if isinstance(batch, tuple | list) else (batch,))
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among them."""
+        return [x for x in tree_flatten((self.args, dict(self.kwargs)))[0] if isinstance(x, Tensor)]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 def tokens(text: str) -> Tensor:
@@ -188,7 +212,7 @@ def _stepped(optimizer: Optimizer, options: dict[str, Any], count: int) -> tuple
     for _ in range(RECTIFIED if isinstance(optimizer, torch.optim.RAdam) else 1):
         with _StateMeter() as made:
             template.step()
-        most = max(most, made.most - made.now)
+        most = max(most, made.most - made.alive.bytes)
     kept = [v for v in template.state[probes[0]].values() if isinstance(v, Tensor) and v.dim() > 0]
     numel = SIDE * SIDE
     return -(-sum(t.numel() for t in kept) // numel), math.ceil(most / (4 * numel) - SMALL)
@@ -214,11 +238,7 @@ class _StateMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
-        self._alive = LiveBytes()
-
-    @property
-    def now(self) -> int:
-        return self._alive.bytes
+        self.alive = LiveBytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -226,8 +246,8 @@ class _StateMeter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given and self._alive.meet(storage):
-                    self.most = max(self.most, self.now)
+                if storage._cdata not in given and self.alive.meet(storage):
+                    self.most = max(self.most, self.alive.bytes)
         return result
 
 

@@ -9,7 +9,13 @@ figures. So a trace costs what one block costs, whatever the depth. A plan looks
 units recomputed, in each precision.
 
 Exact for the tensors that operations return. Not seen: workspace inside a kernel (cuBLAS, cuDNN), and what
-the allocator rounds up."""
+the allocator rounds up.
+
+[Note: stand-ins] What a repeated unit computes is taken over from the first of its kind; what lives around
+it is its own. So a stand-in keeps what the first one kept of its inputs and outputs, gives its weights
+gradients, which autograd adds up where weights are used several times, and its figures are those of the first
+one, moved by how much more or less lived when forward and backward came to it: outputs that the root keeps
+for later, sums of gradients that are not complete."""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,46 +32,283 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from zeroshard.errors import PlanError
-from zeroshard.layout.memory import MemoryModel
-from zeroshard.layout.timeline import StepSegment
+from zeroshard.layout.memory import MemoryModel, StepSegment
 from zeroshard.options import Options, Precision
 from zeroshard.params.units import matching, standing, unit_of
 from zeroshard.params.widening import Widening
 
-from .operations import FakeTensors, MemoryMeter, as_on_gpu, unread_masks
+from .operations import FakeTensors, MemoryMeter, Positions, as_on_gpu, unread_masks
 from .planning_problem import PlanningProblem
-from .positions import Positions
-from .segments import RecordedSegment, SegmentTemplate, Situation, StandIn, TracedWeights, reached
-from .signatures import mode, natures, sight
+from .signatures import ExampleInputs, mode, natures, sight
 
 Loss = Callable[[Any], Tensor]
 
 
-@dataclass(frozen=True)
-class ExampleInputs:
-    """Example inputs of the model's forward: only their shapes and dtypes matter."""
+# What lives beyond what is saved when forward and backward come to a unit, and when backward has left it.
+Situation = tuple[int, int, int]
 
-    args: tuple[Any, ...] = ()
-    kwargs: tuple[tuple[str, Any], ...] = ()
 
-    @classmethod
-    def of(cls, batch: Any) -> ExampleInputs:
-        """A tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
-        if isinstance(batch, dict):
-            return cls((), tuple(batch.items()))
-        return cls(tuple(batch) if isinstance(batch, tuple | list) else (batch,))
+@dataclass(eq=False)
+class SegmentTemplate:
+    """The first of several units that are alike.
+
+    - `outputs`: how each looks, and whether it is saved; `tree`: theirs.
+    - `saves`: the numbers of the inputs that it was the first to save.
+    - `reaches`: the numbers of its weights that backward comes to through its outputs. `weights`: the names
+      of all, by number.
+    """
+
+    segment: RecordedSegment
+    outputs: list[tuple[Any, ...]]
+    tree: TreeSpec
+    saves: list[int]
+    weights: list[str]
+    reaches: list[int]
+
+
+@dataclass
+class OperationSums:
+    """What operations add up to: of a segment's forward, or of its backward."""
+
+    flops: int = 0
+    moved: int = 0
+    kernels: int = 0
+
+    def add(self, flops: int, moved: int) -> None:
+        """One operation more."""
+        self.flops, self.moved = self.flops + flops, self.moved + moved
+        self.kernels += bool(flops or moved)
+
+
+@dataclass
+class GradientArrivals:
+    """Weights whose gradients arrived in the backward of a segment, and the most that lived before the first,
+    after it, … `reaches`: those that backward comes to; `begun`: of those, whose sums had begun when it came.
+    """
+
+    order: list[str] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    reaches: list[str] = field(default_factory=list)
+    begun: set[str] = field(default_factory=set)
+
+
+@dataclass
+class RepeatedUnit:
+    """What a repeated unit has of its own, that stands for another: its weights, as in its twin, and the
+    tensors that it really keeps, as long as backward would: inputs and outputs that the first one saved."""
+
+    first: SegmentTemplate
+    weights: list[str] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class RecordedSegment:
+    """A segment that is being recorded. `entered`: as of a `StepSegment`."""
+
+    unit: str
+    entered: int
+    number: int  # in the order of forward
+    before: int  # bytes really saved by those before it
+    situation: Situation
+    most: int  # that lived in its forward
+    repeats: RepeatedUnit | None = None
+    saved: int = 0
+    kept: int = 0  # that its tensors in this trace really keep for backward: none of a repeated one is saved
+    forward: OperationSums = field(default_factory=OperationSums)
+    backward: OperationSums = field(default_factory=OperationSums)
+    spoils: bool = False
+    needs: list[str] = field(default_factory=list)
+    arrivals: GradientArrivals = field(default_factory=GradientArrivals)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [x for x in tree_flatten((self.args, dict(self.kwargs)))[0] if isinstance(x, Tensor)]
+    def below(self) -> int:
+        """Bytes really saved up to and including it; repeated ones saved nothing."""
+        return self.before + self.kept
 
     @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+    def is_elsewhere(self) -> bool:
+        """Whether it stands for a unit around which other things lived than around the first one."""
+        return self.repeats is not None and self.situation != self.repeats.first.segment.situation
+
+    def rise(self, now: int) -> None:
+        """So much lives in its forward."""
+        self.most = max(self.most, now - self.below + self.saved)
+
+    def save(self, nbytes: int) -> None:
+        """Autograd keeps so much more of it; of what stands for another, of what that one saved."""
+        self.kept += nbytes
+        self.saved += nbytes if self.repeats is None else 0
+
+    def need(self, unit: str) -> None:
+        """Backward wants weights of that unit."""
+        if unit not in self.needs[-1:]:
+            self.needs.append(unit)
+
+    def hold(self, tensor: Tensor, nbytes: int) -> None:
+        """What stands for another keeps what that one saved: one tensor more."""
+        assert self.repeats is not None
+        self.save(nbytes)
+        self.repeats.held.append(tensor.detach())
+
+    def let_go(self) -> None:
+        """Backward has passed it."""
+        if self.repeats is not None:
+            self.repeats.held.clear()
+
+    def return_to(self, level: int) -> None:
+        """Backward comes to it, and so much lives beyond what is saved."""
+        if not self.arrivals.levels:
+            start, _, after = self.situation
+            self.situation = start, level, after
+            self.arrivals.levels.append(level)
+
+    def leave(self, level: int) -> None:
+        """Backward has left it."""
+        self.situation = (*self.situation[:2], level)
+
+    def computed(self, reaches: list[str], spoils: bool) -> None:
+        """The first of its kind has computed: the weights that backward comes to through its outputs, and
+        whether it has written what it was given."""
+        self.arrivals.reaches.extend(reaches)
+        self.spoils = spoils
+
+    def stand_for(self, first: SegmentTemplate, weights: list[str]) -> None:
+        """It takes the place of a unit that is like an earlier one, with weights of its own."""
+        held = self.repeats.held if self.repeats is not None else []
+        self.repeats = RepeatedUnit(first, weights, held)
+        self.arrivals.reaches[:] = [weights[number] for number in first.reaches]
+
+    def done(self, sizes: dict[str, int]) -> StepSegment:
+        """As a record. `sizes`: bytes of every weight's gradient."""
+        source, (order, levels) = self, (self.arrivals.order, self.arrivals.levels)
+        if self.repeats is not None:
+            source, (order, levels) = self.repeats.first.segment, self._moved(self.repeats, sizes)
+        return StepSegment(
+            unit=self.unit,
+            saved=source.saved,
+            forward=source.most + self.situation[0] - source.situation[0],
+            backward=max(levels, default=0),
+            flops=source.forward.flops,
+            back=source.backward.flops,
+            moved=source.forward.moved,
+            moved_back=source.backward.moved,
+            kernels=source.forward.kernels,
+            kernels_back=source.backward.kernels,
+            order=tuple(order),
+            levels=tuple(levels),
+            spoils=source.spoils,
+            entered=self.entered,
+            needs=tuple(self.unit if name == source.unit else name for name in source.needs),
+        )
+
+    def _moved(self, repeats: RepeatedUnit, sizes: dict[str, int]) -> tuple[list[str], list[int]]:
+        """Arrivals and levels of the first one, with those gradients that arrive here: of weights that are
+        used again before, the sum goes on, and is held; of others, the last part may come here."""
+        source, mine = repeats.first.segment, self.arrivals
+        names = dict(zip(repeats.first.weights, repeats.weights, strict=True))
+        more = self.situation[1] - source.situation[1]
+        order, levels = list[str](), [level + more for level in source.arrivals.levels[:1]]
+        for name, level in zip(source.arrivals.order, source.arrivals.levels[1:], strict=True):
+            own = names.get(name, "")
+            # The first one's sum has gone to its unsharded parameter, with what there was of it when
+            # backward came.
+            more += sizes[name] * ((name in source.arrivals.begun) - (own in mine.begun))
+            if own in mine.order or own not in mine.reaches:
+                order.append(own)
+                levels.append(level + more)
+            else:
+                more += sizes[name]
+                levels[-1] = max(levels[-1], level + more)
+        for name in mine.order:
+            if name not in order:
+                order.append(name)
+                levels.append(levels[-1] - sizes[name])
+        return order, levels
+
+
+class TracedWeights:
+    """The fake weights of one trace, by name, unit and memory, and which of them have a gradient."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self.names: dict[int, str] = {}  # by id
+        self._by_memory: dict[int, tuple[str, str]] = {}  # the unit, and the name
+        self._waiting: dict[str, dict[str, Tensor]] = {}  # by unit: those that have no gradient yet
+        self._arrived: list[Tensor] = []  # those that hold a gradient
+        self.grad_bytes = 0  # of those
+
+    def add(self, name: str, fake: Tensor, unit: str) -> None:
+        """One weight more. Of several on one memory the first gives the name, the last the unit."""
+        memory = fake.untyped_storage()._cdata
+        first = self._by_memory.get(memory, ("", name))[1]
+        self.by_name[name], self.names[id(fake)], self._by_memory[memory] = fake, name, (unit, first)
+        self._waiting.setdefault(unit, {})[name] = fake
+
+    def by_memory(self, tensor: Tensor) -> tuple[str, str] | None:
+        """The unit and the name of the weight on whose memory a tensor lies, if on any."""
+        return self._by_memory.get(tensor.untyped_storage()._cdata)
+
+    def newly_arrived(self, unit: str, everywhere: bool) -> Iterator[str]:
+        """Names of the weights whose gradients have come since the last look: of a unit and the root, or
+        `everywhere`."""
+        for place in dict.fromkeys((unit, "", *(self._waiting if everywhere else ()))):
+            waiting = self._waiting.get(place, {})
+            for name in [name for name, fake in waiting.items() if fake.grad is not None]:
+                fake = waiting.pop(name)
+                assert fake.grad is not None
+                self._arrived.append(fake)
+                self.grad_bytes += fake.grad.untyped_storage().nbytes()
+                yield name
+
+    def drop_grads(self) -> None:
+        """Those that have arrived are in their buckets."""
+        for fake in self._arrived:
+            fake.grad = None
+        self._arrived.clear()
+        self.grad_bytes = 0
+
+
+class StandIn(torch.autograd.Function):
+    """Stands for a unit that is like an earlier one; see [Note: stand-ins]."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Any], arrive: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.arrive, ctx.shapes = arrive, [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0))  # so that a checkpoint around it keeps what it would keep
+        return tuple(torch.empty(shape, dtype=dtype) for _, shape, dtype, *_ in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        _ = ctx.saved_tensors
+        ctx.arrive()
+        return (
+            None,
+            None,
+            *(torch.empty(shape, dtype=dtype) if needed else None for shape, dtype, needed in ctx.shapes),
+        )
+
+
+def reached(outputs: list[Any], inputs: list[Any]) -> set[int]:
+    """The ids of the unsharded parameters that a backward comes to from these outputs, before it comes to
+    the inputs."""
+    ends = {x.grad_fn for x in inputs if isinstance(x, Tensor)}
+    left = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen, found = set(left), set[int]()
+    while left:
+        node = left.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        for after, _ in node.next_functions if node not in ends else ():
+            if after is not None and after not in seen:
+                seen.add(after)
+                left.append(after)
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,11 +323,6 @@ class TraceRequest:
     gpu: bool
     precision: Precision | None
     fakes: FakeTensors
-
-    def dtype_of(self, value: Tensor) -> torch.dtype:
-        """Of an input, as the run will have it."""
-        narrow = self.precision is not None and value.is_floating_point()
-        return getattr(torch, self.precision.compute) if self.precision and narrow else value.dtype
 
 
 class Tracer:
@@ -116,7 +354,8 @@ class Tracer:
         self._situations = situations  # of those, in an earlier trace
         self._saved: dict[int, Any] = {}
         self._templates: dict[Any, SegmentTemplate] = {}
-        self._meter = MemoryMeter(self._rose, self._worked, gpu, Positions(self._weight))
+        positions = Positions(lambda tensor: (self._weights.by_memory(tensor) or ("", ""))[1])
+        self._meter = MemoryMeter(self._rose, self._worked, gpu, positions)
 
     def run(self, inputs: ExampleInputs, loss: Loss | None) -> list[StepSegment]:
         """Forward, loss and backward; the segments in the order of forward."""
@@ -140,9 +379,12 @@ class Tracer:
                 functional_call(step, weights, args, kwargs, tie_weights=False)
 
     def _steps(self) -> list[StepSegment]:
-        sizes, begun = self._weights.sizes, set[str]()
+        sizes = {name: fake.nbytes for name, fake in self._weights.by_name.items()}
+        begun = set[str]()  # weights whose sums have begun when backward comes to a segment
         for segment in reversed(self._recorded):
-            segment.arrivals.follow(begun)
+            arrivals = segment.arrivals
+            arrivals.begun.update(begun.intersection(arrivals.reaches))
+            begun.update(arrivals.reaches)
         ends = (self._recorded[0], self._recorded[-1])
         return [s.done(sizes) for s in self._recorded if s.unit or s.saved or s.forward.flops or s in ends]
 
@@ -173,15 +415,16 @@ class Tracer:
             self._leave_out(fake)
         return {f"model.{name}": made[first] for name, first in places.items()}
 
-    def _weight(self, tensor: Tensor) -> str:
-        """The name of a weight, by its memory; empty where it is none."""
-        return (self._weights.by_memory(tensor) or ("", ""))[1]
-
     def _fake(self, inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs in the dtypes in which the run will have them."""
+        precision = self._asked.precision
+        compute = getattr(torch, precision.compute) if precision is not None else None
+
         def one(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            fake = torch.zeros(value.shape, dtype=self._asked.dtype_of(value), device="cpu")
+            dtype = compute if compute is not None and value.is_floating_point() else value.dtype
+            fake = torch.zeros(value.shape, dtype=dtype, device="cpu")
             self._leave_out(fake)
             return fake
 
@@ -189,7 +432,7 @@ class Tracer:
 
     def _leave_out(self, fake: Tensor) -> None:
         self._saved[fake.untyped_storage()._cdata] = fake
-        self._meter.ignore(fake)
+        self._meter.alive.ignore(fake.untyped_storage())
 
     # ------------------------------------------------------------------ units
 
@@ -231,8 +474,7 @@ class Tracer:
         self._begin(name, len(self._inside))
         self._entries.append(self._recorded[-1])
         if key in self._templates and name not in self._outer:
-            self._recorded[-1].repeat(self._templates[key])
-            output = self._stand(self._recorded[-1], unsharded_params)
+            output = self._stand(self._recorded[-1], self._templates[key], unsharded_params)
         else:
             before = self._states(unsharded_params)
             output = self._compute(name, plain, args, kwargs)
@@ -256,15 +498,17 @@ class Tracer:
         pairs = list(zip(before, self._states(unsharded_params), strict=True))
         self._hook(flat)
         weights, found = list(module.parameters()), reached(flat, unsharded_params)
-        reaches = [self._weights.name(w) for w in weights if id(w) in found]
-        segment.computed(reaches, spoils=any(one[0] != two[0] for one, two in pairs))
+        names = [self._weights.names[id(w)] for w in weights]
+        reaches = [n for n, w in enumerate(weights) if id(w) in found]
+        spoils = any(one[0] != two[0] for one, two in pairs)
+        segment.computed([names[number] for number in reaches], spoils)
         return SegmentTemplate(
             segment,
             outputs=[(*sight(x), self._is_saved(x)) for x in flat],
             tree=tree,
             saves=[n for n, (one, two) in enumerate(pairs) if two[1] and not one[1]],
-            weights=[self._weights.name(w) for w in weights],
-            reaches=[n for n, w in enumerate(weights) if id(w) in found],
+            weights=names,
+            reaches=reaches,
         )
 
     def _compute(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -290,12 +534,12 @@ class Tracer:
         self._arrive(segment)
         if segment.repeats is None:
             return self._compute(name, plain, args, kwargs)
-        return self._stand(segment, tree_flatten((args, kwargs))[0])
+        return self._stand(segment, segment.repeats.first, tree_flatten((args, kwargs))[0])
 
-    def _stand(self, segment: RecordedSegment, unsharded_params: list[Any]) -> Any:
+    def _stand(self, segment: RecordedSegment, template: SegmentTemplate, unsharded_params: list[Any]) -> Any:
         """Outputs as the first such unit had, without computing them; see [Note: stand-ins]."""
         weights = list(self._modules[segment.unit].parameters())
-        template = segment.stand_for([self._weights.name(weight) for weight in weights])
+        segment.stand_for(template, [self._weights.names[id(weight)] for weight in weights])
         tensors = [x for x in unsharded_params if isinstance(x, Tensor)]
         if torch.is_grad_enabled():
             tensors += [weights[number] for number in template.reaches]
@@ -317,17 +561,17 @@ class Tracer:
 
     def _begin(self, unit: str, entered: int = 0) -> None:
         number, before = len(self._recorded), self._recorded[-1].below if self._recorded else 0
-        self._recorded.append(RecordedSegment(unit, entered, number, before))
+        start = self._meter.alive.bytes - before
+        self._recorded.append(RecordedSegment(unit, entered, number, before, (start, 0, 0), max(start, 0)))
         self._numbers.setdefault(unit, []).append(number)
-        self._rose(self._meter.now)
-        self._recorded[-1].begin(self._meter.now)
 
     def _rose(self, now: int) -> None:
         if self._backward is None:
             self._recorded[-1].rise(now)
             return
         self._look()
-        self._backward.arrivals.rise(self._level())
+        levels = self._backward.arrivals.levels
+        levels[-1] = max(levels[-1], self._level())
 
     def _look(self, everywhere: bool = False) -> None:
         """Gradients that have arrived since the last look. Those on unsharded parameters are the memory
@@ -335,11 +579,12 @@ class Tracer:
         segment = self._backward
         assert segment is not None
         for name in self._weights.newly_arrived(segment.unit, everywhere):
-            segment.arrivals.arrive(name, self._level())
+            segment.arrivals.order.append(name)
+            segment.arrivals.levels.append(self._level())
 
     def _level(self) -> int:
         assert self._backward is not None
-        return self._meter.now - self._weights.grad_bytes - self._backward.below
+        return self._meter.alive.bytes - self._weights.grad_bytes - self._backward.below
 
     def _worked(self, flops: int, moved: int) -> None:
         work = self._recorded[-1].forward if self._backward is None else self._backward.backward
@@ -481,7 +726,7 @@ def traced(
     from .operations import FakeTensors
 
     setup = MemoryModel(problem.units, problem.options, problem.world, problem.rules)
-    compute = {w.name: getattr(torch, setup.dtypes(w)[0]) for unit in problem.units for w in unit.weights}
+    compute = {name: getattr(torch, dtype) for name, (dtype, _) in setup.tensors.dtypes.items()}
     chosen, names = set(recomputed), [u.name for u in problem.units if u.name]
     if not fakes:
         fakes.append(FakeTensors())

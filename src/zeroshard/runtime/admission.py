@@ -24,10 +24,7 @@ from zeroshard.refusals import (
     optimizers_of,
     refuse_model,
     refuse_optimizers,
-    refuse_patterns,
-    refuse_precision,
-    refuse_rows,
-    refuse_second_names,
+    refuse_options,
 )
 from zeroshard.sync_policies import EveryStep
 
@@ -192,10 +189,7 @@ def refuse_misuse(
     _refuse_two_owners(model, optimizers, options)
     _refuse_two_devices(model)
     find_units(model, options.units)  # refuses patterns that name no module, and gradient hooks
-    refuse_rows(optimizers, options)
-    refuse_second_names(model, options)
-    refuse_patterns(model, optimizers, options)
-    refuse_precision(model, options.precision)
+    refuse_options(model, optimizers, options)
     if init is not None and not callable(init):
         raise OptionError(f"init={init!r} must be a function that fills a module on the meta device.")
     if options.recompute and isinstance(options.recompute, bool) and options.units == "none":

@@ -130,7 +130,7 @@ class BucketBuilder:
         if ring.codec is None:  # make room for what peers send
             most: dict[int, int] = {}
             for turn, number in zip(ring.turns, ring.buckets, strict=True):
-                most[turn] = max(most.get(turn, 0), self.layout.buckets[number].shard(rank))
+                most[turn] = max(most.get(turn, 0), self.layout.buckets[number].pack.shard(rank))
             received = [self.transport.receive(wires[turn], numel) for turn, numel in most.items()]
             self.ledger.book("buckets", sum(received))
         return {number: wires[turn] for turn, number in zip(ring.turns, ring.buckets, strict=True)}
@@ -208,6 +208,7 @@ class RuntimeBuilder:
             parameters = {t.name: t.parameter for unit in units for t in unit.param_refs}
             for spec in self.layout.parts:
                 self.host.plan(spec, parameters[spec.weights[0].name])
+            self.host.repeat(self.layout.repeatable, self.layout.repeated)
             self.host.open(self.transport)
         fresh = _Materializer(self.model, self.first, init, self.transport)
         specs: dict[str, list[GatherGroupSpec]] = {unit.name: [] for unit in units}
@@ -231,7 +232,7 @@ class RuntimeBuilder:
         for param in params:
             param.stand(param.sharded_param)
         for param in params:
-            param.add_up_in(torch_dtype(self.layout.grad_dtypes(self.layout.params[param.name])[0]))
+            param.add_up_in(torch_dtype(self.layout.tensors.grad_dtypes[param.name][0]))
         self.runtime.adopt_strategy(self._sync_strategy(params))
         if self.host is not None:
             self.host.start()
@@ -285,9 +286,7 @@ class RuntimeBuilder:
         self, spec: GatherGroupSpec, param_refs: list[ParamRef], fresh: _Materializer
     ) -> GatherGroup:
         layout, pack, transport = self.layout, spec.pack, self.transport
-        rests = GatherGroupPlacement(
-            layout.keeps(spec), layout.state_rest(spec), layout.rows_rest(spec), layout.splits(spec)
-        )
+        rests = GatherGroupPlacement(spec.keeps, spec.state, spec.rows, spec.splits)
         gather_group = GatherGroup(
             spec.key,
             pack,
@@ -389,7 +388,7 @@ class RuntimeBuilder:
         sinks: dict[str, Sink] = {}
         if self.host is not None:
             counted = transport.rank == 0 or layout.options.stage == 0
-            dtypes = {name: self._landed(name) for name in layout.trainable}
+            dtypes = {name: self._landed(name) for name in layout.tensors.trainable}
             sinks = self.host.sinks(by_name, dtypes, self.sharded_tensors, counted)
         builder = BucketBuilder(layout, transport, self.device, self.ledger)
         buckets = builder.buckets(by_name, self.sharded_tensors, sinks)
@@ -400,12 +399,12 @@ class RuntimeBuilder:
 
     def _landed(self, name: str) -> torch.dtype:
         """What a parameter's `p.grad` is."""
-        return torch_dtype(self.layout.grad_dtypes(self.layout.params[name])[1])
+        return torch_dtype(self.layout.tensors.grad_dtypes[name][1])
 
     def _hold_moments(self, workspace: CodecWorkspace, layout: MemoryModel) -> None:
         """Tell the updates of codecs that freeze second moments."""
         for update in self.runtime.updates:
-            found = {id(p.sharded_param): layout.codec(layout.params[p.name]) for p in update.params.values()}
+            found = {id(p.sharded_param): layout.codecs.get(p.name) for p in update.params.values()}
             codecs = {key: codec for key, codec in found.items() if codec is not None and codec.freezes}
             if codecs:
                 update.freeze(FrozenMoments(update.optimizer, codecs, workspace))
@@ -449,6 +448,11 @@ def _lines(tensor: Tensor) -> Tensor:
 
 def _check_offload(options: Options, transport: Transport) -> None:
     assert options.offload is not None
+    if options.offload.repeat_backward and transport.size > 1:
+        raise OptionError(
+            f"Offload(repeat_backward={options.offload.repeat_backward}) is for one rank, and these are "
+            f"{transport.size}: on several, each keeps its own rows of the gradients alone. Drop it."
+        )
     rests = options.offload.parameters
     if rests in ("host", "disk") and transport.size > 1 and not options.shards_params:
         raise OptionError(

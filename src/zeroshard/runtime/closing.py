@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from zeroshard.params.sharded_param import ShardedParam, ShardedTensors
+from zeroshard.sizes import show_bytes
 
 from .hooks import Hooks
 from .optimizer_state import give_back, not_sent
@@ -44,13 +45,58 @@ def _why_not(runtime: Runtime, gathered: bool) -> str | None:
             "gradients accumulated under run.no_sync() are on each rank alone, and would be lost. Run the "
             "last micro-batch's backward outside of the block first, or drop them with zero_grad()"
         )
-    return not_sent(runtime.updates) if runtime.sharded_tensors.mesh is not None else None
+    unsent = not_sent(runtime.updates) if runtime.sharded_tensors.mesh is not None else None
+    return unsent or _no_room(runtime)
+
+
+def _no_room(runtime: Runtime) -> str | None:
+    """Where the device has no room for all that a plain model and its optimizers are."""
+    most, used = _device_memory(runtime.transport.device)
+    added = _plain_bytes(runtime)
+    if most is None or used + added <= most:
+        return None
+    return (
+        f"it puts the model and its optimizers' state on {runtime.transport.device} whole: "
+        f"{show_bytes(added)} more than the {show_bytes(used)} in use, where {show_bytes(most)} may be. "
+        "Nothing has changed. Save with run.save() or run.full_state_dict(), and let the process end as it is"
+    )
+
+
+def _device_memory(device: torch.device) -> tuple[int | None, int]:
+    """How many bytes of the device this process may use, if that is known, and how many it does."""
+    if device.type != "cuda":
+        return None, 0
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    share = float(read(device)) if read is not None else 1.0
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(share * total), torch.cuda.memory_allocated(device)
+
+
+def _plain_bytes(runtime: Runtime) -> int:
+    """What is made anew: whole parameters with their gradients, and state that was not on the device."""
+    whole = runtime.sharded_tensors.mesh is not None
+    total = 0
+    for param in runtime.params:
+        copies = 1 + (param.sharded_param.grad is not None)
+        total += copies * param.slot.numel * param.wide.itemsize
+    for group in runtime.host.parts if runtime.host is not None else ():
+        numel = sum(param.slot.numel for param in group.params)
+        total += len(group.moments) * numel * torch.float32.itemsize
+    if whole:
+        slots = {id(param.sharded_param): param.slot.numel for param in runtime.params}
+        for update in runtime.updates:
+            for sharded_param, state in update.optimizer.state.items():
+                kept = [t for t in state.values() if isinstance(t, Tensor) and t.dim() and t.is_cuda]
+                total += sum(slots.get(id(sharded_param), 0) * t.element_size() for t in kept)
+    return total
 
 
 def end(runtime: Runtime, hooks: Hooks) -> None:
     """Leave the model and the optimizers as if they had never been sharded. Every rank calls it."""
     _tell(runtime)
     runtime.sync_strategy.wind_up()
+    if runtime.host_updates is not None:
+        runtime.host_updates.bring_dropped(last=True)
     runtime.close()
     hooks.remove()
     successors = _plain_parameters(runtime)

@@ -250,11 +250,8 @@ def optimizer_state(runtime: Runtime, optimizer: Optimizer | None, rank: int | N
 
     def read() -> None:
         nonlocal result
-        update.whole = found
-        try:
+        with update.showing(found):
             result = tree_map_only(Tensor, partial(_on_host, dtype=None), update.optimizer.state_dict())
-        finally:
-            update.whole = None
 
     together(runtime.transport, what, read if wanted else _nothing)
     return result
@@ -306,16 +303,17 @@ def load_model_state(
             else value
             for name, value in told[0].items()
         }
-        state = _WithMetadata(given if mine else received)
-        if told[1] is not None:
-            state._metadata = told[1]
+        state = _WithMetadata(given if mine else received, told[1])
     return model.load_state_dict(state, strict=strict)  # type: ignore[arg-type]
 
 
 class _WithMetadata(dict[str, Any]):
     """A state that tells the versions of its modules, as torch's own does."""
 
-    _metadata: Any
+    def __init__(self, state: Mapping[str, Any], metadata: Any) -> None:
+        super().__init__(state)
+        if metadata is not None:
+            self._metadata = metadata
 
 
 def load_optimizer_state(

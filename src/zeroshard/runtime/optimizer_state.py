@@ -102,7 +102,15 @@ def take_state(update: ShardedOptimizer, state_dict: dict[str, Any]) -> dict[str
         # What wraps other tensors may not know how to be cut at no row, nor to be copied.
         return value if stop - start == len(value) else torch.zeros(slot.local_shape(rank))
 
-    return _map_state(update, state_dict, take)
+    return _map_state(update, _without_others(update, state_dict), take)
+
+
+def _without_others(update: ShardedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Without the state of parameters that lie whole on another rank, of which nothing is kept here."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    params = [p for group in update.optimizer.param_groups for p in group["params"]]
+    others = {number for number, param in zip(numbers, params, strict=True) if update.is_elsewhere(param)}
+    return dict(state_dict, state={n: own for n, own in state_dict["state"].items() if n not in others})
 
 
 def widen_state(update: ShardedOptimizer, given: dict[str, Any]) -> None:

@@ -201,7 +201,7 @@ def _take_back(param: ShardedParam) -> None:
 
 def attach(writes: WriteVersions, run: WriteListener) -> None:
     """Sharded parameters ask the run before they are used. Weak, since they hold this."""
-    writes.before, writes.before_reads = partial(_before_write, ref(run)), partial(_before_read, ref(run))
+    writes.ask(partial(_before_write, ref(run)), partial(_before_read, ref(run)))
 
 
 def _before_read(its: ref[WriteListener]) -> None:

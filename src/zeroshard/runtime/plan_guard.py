@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 from zeroshard import errors
 from zeroshard.comm import Transport
 from zeroshard.errors import OptionError, PlanError, ZeroShardError
-from zeroshard.layout.memory import MemoryModel, heaviest
+from zeroshard.layout.memory import OUTSIDE, MemoryModel, heaviest
 from zeroshard.layout.specs import OptimizerRule
-from zeroshard.layout.timeline import OUTSIDE
 from zeroshard.machine import machine as find_machine
 from zeroshard.options import Options
 from zeroshard.planner.answer import (
@@ -48,7 +46,7 @@ from zeroshard.planner.signatures import (
 from zeroshard.sizes import show_apart, show_bytes
 from zeroshard.tiers.ledger import MemoryLedger
 
-from .measure import here, link_between, raise_margin
+from .measure import allocator_settings, here, link_between, raise_margin
 from .stats import Stats
 
 log = logging.getLogger("zeroshard")
@@ -417,8 +415,10 @@ class PlanGuard:
 def _divide_large_blocks(free: bool) -> None:
     """Whether torch's allocator may cut a small tensor out of a large block that is free. Under a limit it
     must not: a gradient or a moment of 4 MiB keeps a block of 32 MiB from the next activation, and 7 % of a
-    GPU's memory was lost so. Where the user has settings, they stay."""
-    if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+    GPU's memory was lost so. Settings of the user stay: with expandable segments nothing is divided, and a
+    size of blocks that he gave is his."""
+    settings = allocator_settings()
+    if any(word in settings for word in ("expandable_segments:True", "max_split_size_mb")):
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
@@ -433,7 +433,8 @@ def _divide_large_blocks(free: bool) -> None:
                 show_bytes(large),
             )
             return
-    change(f"max_split_size_mb:{1 << 30 if free else UNDIVIDED_MIB}")
+    size = f"max_split_size_mb:{1 << 30 if free else UNDIVIDED_MIB}"
+    change(f"{settings},{size}" if settings else size)
 
 
 def divided(segments: list[dict[str, Any]]) -> int:

@@ -105,7 +105,7 @@ def tell_failure(transport: Transport, kind: object, error: BaseException | None
 
 def differing_values(transport: Transport, tensors: dict[str, Tensor]) -> list[str]:
     """Names of tensors whose values are not the same on all ranks, by a checksum of their bits."""
-    places: dict[torch.device, Tensor] = {}  # not kept: 8 MiB of a device
+    places: dict[torch.device, Tensor] = {}  # not kept: up to 8 MiB of a device
     mine = [_checksum(t, places) for t in tensors.values()]
     rows: list[Any] = transport.exchange(mine, "the first values of shard()")
     return [name for name, sums in zip(tensors, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
@@ -130,9 +130,11 @@ def _checksum(tensor: Tensor, places: dict[torch.device, Tensor]) -> int:
         return 0
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_BITS.get(flat.element_size(), torch.int64))
-    if bits.device not in places:
-        places[bits.device] = torch.arange(_PART, device=bits.device) * _ODD + 1
-    weights, total = places[bits.device], 0
+    weights, total = places.get(bits.device), 0
+    if weights is None or len(weights) < min(len(bits), _PART):
+        # No longer than it takes: a small model would wait longer for a million numbers than for all else.
+        count = min(1 << (len(bits) - 1).bit_length(), _PART)
+        weights = places[bits.device] = torch.arange(count, device=bits.device) * _ODD + 1
     sums = [part.to(torch.int64, copy=True).mul_(weights[: part.numel()]).sum() for part in bits.split(_PART)]
     for number in torch.stack(sums).tolist():
         total = (total * _ODD + number) % _WRAP

@@ -40,7 +40,7 @@ from .snapshot import (
     private_held,
     restore_random,
     state_held,
-    sync_strategy_held,
+    sync_held,
 )
 
 log = logging.getLogger("zeroshard")
@@ -113,16 +113,15 @@ def targets_of(
     targets = ResumeTargets(
         [replace(parameter_held(p, rank), also=tuple(names[p.name])) for p in runtime.params]
     )
-    targets.held.extend(sync_strategy_held(runtime, wanted=True))
+    sync = runtime.sync_strategy.state(wanted=True)
+    targets.held.extend(sync_held(sync))
     targets.held.extend(HeldRows.of(name, "buffer", b) for name, b in buffers_of(model).items())
     if manifest is None:
         return targets
     if strict:
         _check_extra_state(extra_state, manifest)
     size = runtime.transport.size
-    targets.private.extend(
-        StateShares.of(private, manifest, rank, size) for private in runtime.sync_strategy.private()
-    )
+    targets.private.extend(StateShares.of(private, manifest, rank, size) for private in sync.private)
     targets.held.extend(held for shares in targets.private for held in shares.held)
     kinds = [kind for kind in manifest.by_name if kind.startswith("state:")]
     saved = _saved_groups(manifest)

@@ -32,6 +32,7 @@ from zeroshard.optim.sharded_optimizer import ShardedOptimizer
 from zeroshard.params.rank_state import RankState
 from zeroshard.params.sharded_param import GuardedState, ShardedParam, ShardedTensors
 from zeroshard.planner.plan import Plan, settings_of
+from zeroshard.sync import SyncState
 
 from .runtime import Runtime
 
@@ -90,10 +91,9 @@ class OptimizerPlace:
         return self.part is not None and self.part.steps[self.index] == 0
 
 
-def sync_strategy_held(runtime: Runtime, wanted: bool = False) -> list[HeldRows]:
+def sync_held(state: SyncState) -> list[HeldRows]:
     """What belongs to the policy that keeps the ranks together: gradients to come, outer momentum."""
-    kept = runtime.sync_strategy.kept(wanted)
-    return [HeldRows.of(k.name, f"sync:{k.key}", k.rows, k.start, k.height, k.owner) for k in kept]
+    return [HeldRows.of(k.name, f"sync:{k.key}", k.rows, k.start, k.height, k.owner) for k in state.rows]
 
 
 def private_kind(private: RankState, rank: int) -> str:
@@ -297,8 +297,9 @@ def snapshot_of(
     if background:
         busy = {id(p) for part in host_parts(runtime) if not part.update.known for p in part.params}
         owners |= {id(p): UNFORESEEN for p in runtime.written.unforeseen if id(p) not in busy}
-    held = [parameter_held(p, rank, owners.get(id(p))) for p in runtime.params] + sync_strategy_held(runtime)
-    held += [private_held(private, rank) for private in runtime.sync_strategy.private()]
+    sync = runtime.sync_strategy.state()
+    held = [parameter_held(p, rank, owners.get(id(p))) for p in runtime.params] + sync_held(sync)
+    held += [private_held(private, rank) for private in sync.private]
     for optimizer_place in optimizer_places:
         if not optimizer_place.untouched:
             held += state_rows(optimizer_place, rank)
@@ -310,18 +311,18 @@ def snapshot_of(
     own: dict[str, Any] = {"random": random_states(runtime.transport.device)}
     if runtime.options.buffers == "local" and runtime.transport.size > 1:
         own["buffers"] = buffers
-    own["sync"] = runtime.sync_strategy.own()
+    own["sync"] = sync.own
     if runtime.sync_strategy.apart:
         # A gradient that overflows on one rank changes the loss scale of that rank alone.
         own["scalers"] = [scaler.state_dict() for scaler in extra_state.scalers]
     own["codes"] = [codes_of(part, rank, begun) for part in host_parts(runtime) if part.coded]
     held = [once_done(item, begun) for item in held] if begun else held
     return RunSnapshot(
-        held, _values(runtime, extra_state), own, {"plain_state": _plain_state(optimizer_places)}
+        held, _values(runtime, sync, extra_state), own, {"plain_state": _plain_state(optimizer_places)}
     )
 
 
-def _values(runtime: Runtime, extra_state: ExtraState) -> dict[str, Any]:
+def _values(runtime: Runtime, sync: SyncState, extra_state: ExtraState) -> dict[str, Any]:
     names = {id(p.sharded_param): p.name for p in runtime.params}
     optimizers = []
     for update in runtime.updates:
@@ -340,7 +341,7 @@ def _values(runtime: Runtime, extra_state: ExtraState) -> dict[str, Any]:
         "norm": runtime.clipping.norm,
         **({"host_norm": updates.forecast.norm, "host_swing": updates.forecast.swing} if updates else {}),
         "world": runtime.transport.size,
-        "sync": runtime.sync_strategy.values(),
+        "sync": sync.values,
         "options": settings_of(runtime.options),
         "plan": extra_state.plan.to_json() if extra_state.plan is not None else None,
         "optimizers": optimizers,

@@ -10,12 +10,13 @@ from __future__ import annotations
 from .adaptive import AdaptiveSync
 from .delayed import DelayedSync
 from .local import LocalSync
-from .strategy import SavedRows, SyncStrategy
+from .strategy import SavedRows, SyncState, SyncStrategy
 
 __all__ = [
     "AdaptiveSync",
     "DelayedSync",
     "SavedRows",
     "LocalSync",
+    "SyncState",
     "SyncStrategy",
 ]

@@ -27,7 +27,7 @@ from zeroshard.sync_policies import Adaptive, Choice, Delayed, EveryStep, Local
 from .adaptive_choice import ChoiceJudge, Decision, WindowReading, figure
 from .delayed import DelayedSync
 from .local import LocalSync
-from .strategy import SavedRows, SyncStrategy
+from .strategy import SavedRows, SyncState, SyncStrategy
 
 log = logging.getLogger("zeroshard")
 
@@ -42,6 +42,11 @@ class _MeasuredWindow:
     waited: float
     sent: int
     steps: int = 0
+
+    def count(self) -> int:
+        """One step more; returns how many there are."""
+        self.steps += 1
+        return self.steps
 
 
 class AdaptiveSync(SyncStrategy):
@@ -155,8 +160,7 @@ class AdaptiveSync(SyncStrategy):
         if window is None:
             self._window = self._open()
             return
-        window.steps += 1
-        if window.steps == self._length:
+        if window.count() == self._length:
             self._close(window)
 
     def _open(self) -> _MeasuredWindow:
@@ -261,11 +265,16 @@ class AdaptiveSync(SyncStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def kept(self, wanted: bool = False) -> list[SavedRows]:
-        sync_strategies = dict.fromkeys(self.sync_strategies) if wanted else [self.sync_strategy]
-        return [kept for sync_strategy in sync_strategies for kept in sync_strategy.kept(wanted)]
+    def state(self, wanted: bool = False) -> SyncState:
+        state, rows = self.sync_strategy.state(wanted), list[SavedRows]()
+        for strategy in dict.fromkeys(self.sync_strategies) if wanted else [self.sync_strategy]:
+            rows += (state if strategy is self.sync_strategy else strategy.state(wanted)).rows
+        names = [repr(choice) for choice in self.policy.choices]
+        values = {**state.values, "choices": names, "number": self.number, "steps": self.count}
+        return SyncState(rows, self._private(), values, state.own)
 
-    def private(self) -> list[RankState]:
+    def _private(self) -> list[RankState]:
+        """What each rank has of its own, of all choices."""
         found, seen = [], set[int]()
         for choice, sync_strategy in zip(self.policy.choices, self.sync_strategies, strict=True):
             if id(sync_strategy.gradients) not in seen:
@@ -275,13 +284,6 @@ class AdaptiveSync(SyncStrategy):
                 of = "" if own is None else f" of {own!r}"
                 found += [replace(held, key=held.key + of) for held in sync_strategy.gradients.private()]
         return [*found, *self.beliefs]
-
-    def values(self) -> dict[str, Any]:
-        names = [repr(choice) for choice in self.policy.choices]
-        return {**self.sync_strategy.values(), "choices": names, "number": self.number, "steps": self.count}
-
-    def own(self) -> dict[str, Any]:
-        return self.sync_strategy.own()
 
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         same = values.get("choices") == [repr(choice) for choice in self.policy.choices]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from zeroshard.grads import Reducer
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
 from zeroshard.sync_policies import Delayed
 
-from .strategy import SavedRows, SyncStrategy
+from .strategy import SavedRows, SyncState, SyncStrategy
 
 
 class DelayedSync(SyncStrategy):
@@ -68,14 +69,13 @@ class DelayedSync(SyncStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def kept(self, wanted: bool = False) -> list[SavedRows]:
-        return [
+    def state(self, wanted: bool = False) -> SyncState:
+        rows = [
             SavedRows(p.name, "delayed", rows, p.slot.rows(self.rank)[0], p.slot.height, bucket)
             for bucket, p, rows in self.gradients.rows_coming(wanted)
         ]
-
-    def values(self) -> dict[str, Any]:
-        return {"delayed": [p.name for _, p, _ in self.gradients.rows_coming(False)], "count": self.count}
+        coming = [p.name for _, p, _ in self.gradients.rows_coming(False)]
+        return replace(super().state(wanted), rows=rows, values={"delayed": coming, "count": self.count})
 
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         self._unused = self.begun = False

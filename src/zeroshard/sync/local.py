@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from zeroshard.params.sharded_param import ShardedParam
 from zeroshard.sync_policies import Local, Nesterov
 from zeroshard.tiers.ledger import MemoryLedger
 
-from .strategy import SavedRows, SyncStrategy
+from .strategy import SavedRows, SyncState, SyncStrategy
 
 
 class MeetingChunk:
@@ -241,15 +242,11 @@ class LocalSync(SyncStrategy):
             "Call run.synchronise() first, which lets the ranks meet now, or save after a meeting"
         )
 
-    def kept(self, wanted: bool = False) -> list[SavedRows]:
-        return [kept for chunk in self._chunks for kept in chunk.kept()]
-
-    def values(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def own(self) -> dict[str, Any]:
+    def state(self, wanted: bool = False) -> SyncState:
         """The inner optimizers' state is each rank's own, and a checkpoint's is one rank's."""
-        return {"inner": self._inner()}
+        rows = [row for chunk in self._chunks for row in chunk.kept()]
+        values, own = {"count": self.count}, {"inner": self._inner()}
+        return replace(super().state(wanted), rows=rows, values=values, own=own)
 
     def _inner(self) -> list[dict[str, dict[str, Tensor]]]:
         found = []

@@ -4,7 +4,7 @@ what they must."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,20 @@ class SavedRows:
     start: int
     height: int
     owner: GuardedState | None = None
+
+
+@dataclass(frozen=True)
+class SyncState:
+    """What a checkpoint holds of a sync strategy.
+
+    - `rows`: of parameters. `private`: what each rank has of its own about the same tensors.
+    - `values`: plain data, the same on all ranks. `own`: what this rank alone has to save.
+    """
+
+    rows: Sequence[SavedRows] = ()
+    private: Sequence[RankState] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 class SyncStrategy:
@@ -87,21 +101,9 @@ class SyncStrategy:
         """Why a checkpoint made now would not be whole."""
         return None
 
-    def kept(self, wanted: bool = False) -> list[SavedRows]:
-        """Rows to be saved; with `wanted`, also those into which a load may write."""
-        return []
-
-    def private(self) -> list[RankState]:
-        """What each rank has of its own about the same tensors; a load writes into it."""
-        return [*self.gradients.private(), *self.beliefs]
-
-    def values(self) -> dict[str, Any]:
-        """Plain data to be saved, the same on all ranks."""
-        return {}
-
-    def own(self) -> dict[str, Any]:
-        """What this rank alone has to save."""
-        return {}
+    def state(self, wanted: bool = False) -> SyncState:
+        """What a checkpoint holds of it; with `wanted`, also the rows into which a load may write."""
+        return SyncState(private=[*self.gradients.private(), *self.beliefs])
 
     def adopt(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """After a load has written the kept rows: the rest. Empty where the checkpoint has no such sync
