@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 import zeroshard as zs
 
@@ -59,12 +59,14 @@ class Entry(nn.Module):
         else:
             output = module(*args, **kwargs)
         if self._waits is not None and self._waits(module):
-            for value in tree_leaves(output):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(self._refuse_unpaired)
+            return tree_map_only(Tensor, self._watched, output)
         return output
 
-    def _refuse_unpaired(self, grad: Tensor) -> None:
+    def _watched(self, value: Tensor) -> Tensor:
+        watched: Tensor = _Watched.apply(value, self) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        return watched
+
+    def refuse_unpaired(self) -> None:
         """In backward, `fabric.backward(loss)` or `loss.backward()`."""
         if self._waits is not None and self._waits(self.module):
             raise zs.StateError(
@@ -72,6 +74,20 @@ class Entry(nn.Module):
                 "fabric.setup(model, optimizer) takes them together, or "
                 "fabric.setup_optimizers(optimizer), before the first backward."
             )
+
+
+class _Watched(torch.autograd.Function):
+    """An output of a model, in whose backward the model is to have its optimizer."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.entry.refuse_unpaired()
+        return grads[0], None
 
 
 def inner(module: nn.Module) -> nn.Module:
