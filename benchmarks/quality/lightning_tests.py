@@ -49,7 +49,6 @@ REASONS = (
     ("test_ddp_kwargs_from_registry", "", "arguments of torch's wrapper, under DDP's names"),
     (r"test_setup_module\[", "", "counts calls of torch's DistributedDataParallel"),
     ("", r"you must call `.launch\(\)`", "Fabric without `launch()`, which any strategy of ranks asks for"),
-    ("test_backward_required", "", "`loss.backward()`: this strategy asks for `fabric.backward(loss)`"),
     ("", "LBFGS needs inner products", "LBFGS, which is refused by name"),
     ("test_model_torch_save$", "cannot be pickled", "`torch.save(model)` after `fit`: refused by name"),
     ("closure_with_different_frequencies", "", "a mock for `Adam.step`, given what Adam does not take"),

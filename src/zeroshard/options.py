@@ -12,6 +12,7 @@ on it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,7 @@ class Options:
                 )
         check_fields(self, name="")
         self._check_nodes()
+        self._check_repeats()
 
     def _check_sync(self) -> None:
         """What a sync policy needs of the other options."""
@@ -240,6 +242,22 @@ class Options:
                 'sync=Delayed() with transport="nodes" needs stage 1, 2 or 3: at stage 0 a sum goes from its '
                 "owner straight to every rank, and would cross between nodes once for each. Pass stage=1, or "
                 'transport="gloo".'
+            )
+
+    def _check_repeats(self) -> None:
+        """A backward runs twice where gradients would wait for the norm, and so for the step."""
+        if self.offload is None or not self.offload.repeat_backward:
+            return
+        waits = self.defers or (
+            self.offload.undo and self.clip_norm is not None and self.clip_norm < math.inf
+        )
+        half = self.precision is not None and self.precision.compute == "float16"
+        plain = type(self.sync) is EveryStep and self.sync.compress is None and not self.compress
+        if not waits or (half and self.clip_norm is not None) or not plain:
+            raise OptionError(
+                f"Offload(repeat_backward={self.offload.repeat_backward}) saves the room in which gradients "
+                "wait for the norm, and in this run none waits so: it needs a finite clip_norm= (with fp16: "
+                "none), or the loop's own clipping, and undo=True, without sync= and compress=."
             )
 
     @property
@@ -497,6 +515,9 @@ class Offload:
     - `undo`: whether gradients are kept until the norm is known (2 bytes a parameter on the device), so that
       updates can wait for it or be taken back. Without it every update begins at once, and a norm above
       `clip_norm` is an error.
+    - `repeat_backward`: of so many units, those nearest the loss, no gradient waits for the norm: it is
+      measured and dropped, and once the norm is known their backward runs a second time, for the update (one
+      rank). Takes their forward and backward once more, and spares 2 bytes a parameter on the device.
     - `threads`: worker threads for the update (default: the cores that this process may use, less two).
     - `stages`, `stage_bytes`: how many parts of the middle size the pinned staging memory between device and
       host has room for, and how many frames there are between disk and host; gradients go out in parts of
@@ -516,6 +537,7 @@ class Offload:
     path: str | None = field(default=None, repr=False)  # ranks compare what is shown
     device_bytes: int | None = None
     host_bytes: int | None = None
+    repeat_backward: int = 0
 
     def __post_init__(self) -> None:
         tiers = get_args(Tier)
@@ -533,9 +555,9 @@ class Offload:
         self._check_device()
         self._check_tiers()
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
-        for name, least in (("stages", 2), ("threads", 1)):
+        for name, least in (("stages", 2), ("threads", 1), ("repeat_backward", 0)):
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= least) and (value is not None or name == "stages"):
+            if not (type(value) is int and value >= least) and (value is not None or name != "threads"):
                 raise OptionError(f"Offload.{name}={value!r} must be a whole number, {least} or more.")
         check_fields(self)
 

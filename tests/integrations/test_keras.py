@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from keras_case import BACKEND, LOSS, OPTIMIZERS, Outcome, Script, ended_early, failing, ran, refused
+from keras_sharing import SHARING, found
 
 import zeroshard as zs
 import zeroshard.integrations.keras as tz
@@ -148,6 +149,24 @@ def listed(folder: str) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
 
 
+@pytest.mark.wide(2)
+@pytest.mark.parametrize("name", SHARING)
+def test_models_that_share_weights_and_optimizers_that_come_back(pool: Ranks, name: str) -> None:
+    told, weights = found(name)
+    one, both = [found(name, THREE)], pool.run(found, name, THREE | {"num_gpus_per_node": 2})
+    for ours, values in (*one, *both):
+        assert ours == pytest.approx(told, rel=1e-6, abs=1e-6)
+        for got, want in zip(values, weights, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+@on_torch
+def test_models_that_train_by_turns_are_told_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    found("trained by turns", THREE)
+    words = "share weights and train by turns: each is divided anew when its turn comes, which costs time."
+    assert caplog.text.count(words) == 1
+
+
 @on_torch
 @pytest.mark.parametrize("optimizer", ["nadam", "adafactor"])
 def test_a_run_goes_back_to_its_checkpoint(pool: Ranks, tmp_path: Path, optimizer: str) -> None:
@@ -195,7 +214,7 @@ def test_what_ranks_hold(pool: Ranks) -> None:
     limited = {"memory_limit_per_node": "2900KiB", "num_gpus_per_node": 2}
     stats = pool.run(ran, Script(), limited, "whole")[0].stats
     assert sum(stats.peak.values()) <= 2900 * 1024 // 2
-    assert found("PlanError: no plan fits 8.0 KiB per rank", refused("too small"))
+    assert has_words("PlanError: no plan fits 8.0 KiB per rank", refused("too small"))
 
 
 def test_a_job_that_ended_goes_on(pool: Ranks, tmp_path: Path) -> None:
@@ -247,7 +266,7 @@ WORDS = {
 }
 
 
-def found(words: str, said: str) -> bool:
+def has_words(words: str, said: str) -> bool:
     """Whether a message has these words; `…` stands for what may vary."""
     return re.search(".*".join(map(re.escape, words.split("…"))), said) is not None
 
@@ -256,17 +275,17 @@ def found(words: str, said: str) -> bool:
 @pytest.mark.parametrize("case", WORDS)
 def test_misuse_is_refused_when_it_is_made(case: str) -> None:
     said = refused(case)
-    assert found(WORDS[case], said), said
+    assert has_words(WORDS[case], said), said
 
 
 @on_torch
 def test_what_one_rank_finds_is_an_error_on_all(pool: Ranks) -> None:
     for said in pool.run(refused, "world"):
         words = "asks for 4 ranks, and 2 were started: type `torchrun --nnodes 2 --nproc-per-node 2 …"
-        assert found(words, said), said
+        assert has_words(words, said), said
         assert "`, or set num_nodes and num_gpus_per_node to what there is." in said
     for said in pool.run(refused, "apart"):
-        assert found(
+        assert has_words(
             "sequential: rank … draws other data than rank …. Every rank draws the whole batches, and takes "
             "its rows of each: shuffle and augment with keras.utils.set_random_seed() or a seed of your own, "
             "and leave out what shards by rank.",
@@ -362,8 +381,8 @@ def test_what_tensorflow_has_not_is_refused_by_name(monkeypatch: pytest.MonkeyPa
 def test_limits_of_tensorflow() -> None:
     said = refused("tensorflow limit")
     words = "memory_limit_per_node=8192 leaves 8.0 KiB for a rank, and it needs … KiB (parameters …"
-    assert found(words, said)
+    assert has_words(words, said)
     assert "): raise it, take smaller batches or more ranks, or set KERAS_BACKEND=torch, where" in said
     assert "parameters are divided and offloaded, too." in said
     words = "StateError: …is made while a step is traced, so that ranks cannot compare it: build the model "
-    assert found(words + "first, by a keras.Input or model.build(shape).", refused("traced"))
+    assert has_words(words + "first, by a keras.Input or model.build(shape).", refused("traced"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,26 @@ def test_a_split_master_is_chosen_where_a_plain_one_does_not_fit() -> None:
     assert choose(host.limited(host=share)).chosen.splits
     with pytest.raises(zs.PlanError, match="pass clip_norm= in place of the loop's clipping"):
         choose(asked("state on host").limited(host=share))
+
+
+def test_units_run_backward_twice_where_gradients_have_no_room_to_wait() -> None:
+    waiting = least(asked("state on host", clip_norm=1.0))
+    twice = least(asked("state on host", clip_norm=1.0), repeat_backward=3)
+    assert twice.device < waiting.device
+    assert twice.step > waiting.step
+    assert twice.label.endswith("backward of 3 twice")
+    short = asked("state on host", waiting.device - 1, clip_norm=1.0)
+    plan = choose(short)
+    fits = [
+        price(short, short.way(2, "state on host", True, False, {"repeat_backward": n})).fits for n in (1, 2)
+    ]
+    assert fits == [False, True]
+    assert plan.chosen.repeats == 2, "as few as fit"
+    assert plan.options()["offload"] == zs.Offload(repeat_backward=2)
+    assert any("The backward of the 2 units nearest the loss runs twice" in why for why in plan.reasons)
+    assert choose(asked("state on host", waiting.device, clip_norm=1.0)).chosen.repeats == 0
+    guarded = asked("state on host", waiting.device - 1, clip_norm=math.inf)
+    assert choose(guarded).chosen.repeats == 0, "nothing waits"
 
 
 def test_gradients_wait_on_the_host_where_the_device_has_no_room_for_them() -> None:

@@ -60,7 +60,7 @@ FOREIGN_FORMATS = {"checkpoint": "torch.distributed.checkpoint"}
 # graph, that of a Fabric module too; a sharded DTensor passes on what it is asked for; a wrapper learns of
 # optimizers by their steps.
 HOOKED = {
-    *("runtime.hooks", "runtime.forward", "planner.trace", "params.dtensor"),
+    *("runtime.hooks", "runtime.forward", "runtime.second_backward", "planner.trace", "params.dtensor"),
     *("parallel.wrapper", "parallel.joining", "integrations.lightning_strategies.fabric"),
 }
 HOOKS = re.compile(r"_?register_\w*hook\w*")

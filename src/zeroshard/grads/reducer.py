@@ -34,7 +34,8 @@ of all, leave behind the new parameters: when the next forward has begun. All ra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Protocol
 
@@ -485,6 +486,24 @@ class Reducer:
             self.most = max(self.most, self.live_bytes())
         if self.workspace is not None:
             self.workspace.over()
+
+    @contextmanager
+    def once_more(self) -> Iterator[None]:
+        """Some gradients come that have come already, and count for no backward."""
+        unsent = dict(self._unsent)
+        try:
+            yield
+        finally:
+            self._unsent = unsent
+
+    def land_again(self, params: Iterable[ShardedParam]) -> None:
+        """The one rank has run the backward of these a second time: their buckets leave as they are."""
+        for bucket in dict.fromkeys(self.bucket_of[param] for param in params if param in self.bucket_of):
+            if 0 < bucket.waiting < len(bucket.params):
+                self._send(bucket)
+            bucket.await_all()
+        while self._flying:
+            self._land(next(iter(self._flying)))
 
     def _go_on(self) -> None:
         """Further rounds of the buckets that need them, all buckets together."""

@@ -435,6 +435,27 @@ class ModelLayout(ABC):
                     )
         return result
 
+    @cached_property
+    def repeated(self) -> tuple[str, ...]:
+        """Units whose backward runs twice: of those that can the ones nearest the loss."""
+        wanted = self.options.offload.repeat_backward if self.options.offload is not None else 0
+        return self.repeatable[-wanted:] if wanted else ()
+
+    @cached_property
+    def repeatable(self) -> tuple[str, ...]:
+        """Units whose backward could run a second time, for their updates alone: nothing else of what they
+        train lands anywhere, nor is another unit inside."""
+        native = {w.name for part in self.parts if part.native for w in part.weights}
+        inner = [unit.name for unit in self.units]
+        return tuple(
+            unit.name
+            for unit in self.units
+            if unit.name
+            and (trained := {w.name for w in unit.weights if w.trainable})
+            and trained <= native
+            and not any(name.startswith(f"{unit.name}.") for name in inner)
+        )
+
     def _spans(self, names: Sequence[str]) -> tuple[tuple[tuple[int, int], ...], int]:
         """Where this rank's rows of each begin in what holds all of them, and how many elements that has."""
         spans, at = [], 0

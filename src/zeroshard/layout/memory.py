@@ -446,17 +446,39 @@ def step_moments(
         moments.append(_moment(f"forward of {_label(segment)}", kinds))
         saved += segment.saved
     fullest, landed_last = _arrivals(setup, chain, unsynced)
-    for index in reversed(range(len(chain))):
-        arriving, landed, level = fullest[index]
-        kinds = lasting | {
-            "gradients": settled + landed,
-            "arriving": arriving,
-            "activations": saved + level,
-        }
-        moments.append(_moment(f"backward of {_label(chain[index])}", kinds))
-        saved -= chain[index].saved
+    repeated = repeated_units(setup, unsynced)
+    kept = 0  # the gradient of what the last of the repeated units returned
+    for again in (False, True):
+        for index in reversed(range(len(chain))):
+            segment, (arriving, landed, level) = chain[index], fullest[index]
+            if again and segment.unit not in repeated:
+                continue
+            waiting = landed_last + _in_flight(setup, segment.unit) if again else landed
+            kinds = lasting | {
+                "gradients": settled + waiting,
+                "arriving": arriving,
+                "activations": saved + kept + level,
+            }
+            moments.append(_moment(f"{'second ' * again}backward of {_label(segment)}", kinds))
+            if segment.unit in repeated and not again:  # what it was given stays
+                kept = kept or segment.saved
+            else:
+                saved -= segment.saved
     kinds = lasting | {"gradients": settled + landed_last, "update": setup.update}
     return [*moments, _moment("the update", kinds)]
+
+
+def repeated_units(setup: MemoryModel, unsynced: bool) -> frozenset[str]:
+    """Units whose backward runs twice. The sum of several micro-batches cannot be brought again."""
+    return frozenset(() if unsynced else setup.repeated)
+
+
+def _in_flight(setup: MemoryModel, unit: str) -> int:
+    """Bytes of a unit's gradients that are on their way to the host at a time."""
+    sizes = [
+        b.pack.full * WIDTHS[b.landed] for b in setup.buckets if b.part is not None and b.part.unit == unit
+    ]
+    return min(sum(sizes), IN_FLIGHT * max(sizes, default=0))
 
 
 def peak_of(moments: Sequence[StepMoment]) -> StepMoment:
@@ -497,6 +519,7 @@ class _Arrivals:
         self._holding = setup.holding(unsynced)
         self._missing = [len(bucket.weights) for bucket in setup.buckets]
         self._waiting = [0] * len(self._missing)
+        self._repeated = repeated_units(setup, unsynced)  # their gradients do not wait for the norm
 
     @property
     def landed(self) -> int:
@@ -538,7 +561,8 @@ class _Arrivals:
         flat = bucket.pack.full * WIDTHS[bucket.landed]
         most = self.now, self.landed + flat
         self.now -= self._waiting[number]
-        self._flat = _kept(self.setup, self._flat, flat)
+        if bucket.part is None or bucket.part.unit not in self._repeated:
+            self._flat = _kept(self.setup, self._flat, flat)
         return most
 
 

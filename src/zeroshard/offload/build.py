@@ -145,6 +145,7 @@ class OffloadedState:
         self.updates: HostUpdates | None = None
         self._guard: ParamGuard | None = None
         self.overlaps = overlaps(options)
+        self.repeated: tuple[str, ...] = ()  # units whose backward runs twice
         check_kernels(self.offload, options, optimizers)
 
     # ------------------------------------------------------------------ state
@@ -165,6 +166,16 @@ class OffloadedState:
             names, spans, spec.numel, optimizer, group, form, spec.rest, self.overlaps, deferred
         )
         self._plots_of[spec.gathered_by].append(draft)
+
+    def repeat(self, repeatable: Sequence[str], repeated: Sequence[str]) -> None:
+        """Know the units whose backward runs twice, and which could."""
+        wanted = self.offload.repeat_backward
+        if len(repeated) < wanted:
+            raise OptionError(
+                f"Offload(repeat_backward={wanted}): of {len(repeatable)} units the backward can run twice, "
+                "those whose state rests off the device, all of it updated by the native kernels."
+            )
+        self.repeated = tuple(repeated)
 
     def open(self, transport: Transport) -> None:
         """Make the scratch file, if anything was planned to rest on the disk. A rank without room for it

@@ -32,7 +32,8 @@ those of any other sharded tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self, cast
 from weakref import ref
 
@@ -41,6 +42,7 @@ from torch import Tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+from zeroshard.errors import StateError
 from zeroshard.params.sharded_param import ShardedParam, ShardedTensors
 
 _aten = torch.ops.aten
@@ -48,14 +50,37 @@ _aten = torch.ops.aten
 
 class LandedGrads:
     """The gradients of one part from one backward, flat on the device, and their norms. `spans`: where each
-    parameter's is."""
+    parameter's is. Those that are `dropped` are brought by a second backward where somebody looks at them."""
 
-    __slots__ = ("__weakref__", "_known", "flat", "norms", "spans")
+    __slots__ = ("__weakref__", "_bring", "_flat", "_known", "dropped", "norms", "spans")
 
     def __init__(self, flat: Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        self.flat, self.spans = flat, spans
+        self._flat: Tensor | None = flat
+        self._bring: Callable[[], None] = _nothing
+        self.dropped = False  # a second backward can bring them
+        self.spans = spans
         self.norms = torch.empty(0)
         self._known: list[float] = []
+
+    @property
+    def flat(self) -> Tensor:
+        if self._flat is None:
+            self._bring()
+        assert self._flat is not None
+        return self._flat
+
+    def drop(self, bring: Callable[[], None]) -> None:
+        """Keep the norms alone; `bring` makes the gradients come again."""
+        self._flat, self._bring, self.dropped = None, bring, True
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody has them, nor will."""
+        return self._flat is None and not self.dropped
+
+    def spend(self, name: str) -> None:
+        """Nothing makes them come again: the step has been, or was given up."""
+        self._bring, self.dropped = partial(_refuse_late, name), False
 
     def measure(self, norms: Tensor) -> None:
         """Write the norm of each parameter's gradient to `norms`, in fp32, in the device's order of work."""
@@ -68,8 +93,8 @@ class LandedGrads:
         self._known = norms
 
     def move(self, flat: Tensor) -> None:
-        """The gradients lie elsewhere."""
-        self.flat = flat
+        """The gradients lie elsewhere, or are here again."""
+        self._flat, self._bring, self.dropped = flat, _nothing, False
 
     def leave(self) -> None:
         """The memory of the norms is about to be overwritten, by those of the next gradients."""
@@ -80,6 +105,18 @@ class LandedGrads:
         if not self._known:
             read([self])
         return self._known[index]
+
+
+def _nothing() -> None:
+    """They are here."""
+
+
+def _refuse_late(name: str) -> None:
+    raise StateError(
+        f"the gradient of `{name}` and others is gone: with Offload(repeat_backward=) it does not wait, and "
+        "can be looked at between backward() and optimizer.step() alone. Drop it with zero_grad() before the "
+        "next backward."
+    )
 
 
 def read(landed: Iterable[LandedGrads]) -> None:
@@ -112,6 +149,10 @@ class GradState:
                 rows.mul_(self.factor)
             self.rows, self.factor = rows, 1.0
         return self.rows
+
+    def clear(self, like: Tensor) -> None:
+        """Zeros in its place."""
+        self.rows = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
     def multiply(self, factor: float) -> None:
         """By one number, where it landed."""
@@ -298,6 +339,17 @@ def _unscaled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return None
 
 
+def _zeroed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`zero_grad(set_to_none=False)`: what they were is not asked for."""
+    several = isinstance(args[0], (list, tuple))
+    for one in args[0] if several else args:
+        if waiting(one):
+            one.state.clear(one)
+        else:
+            plain(one).zero_()
+    return None if several else args[0]
+
+
 def _aliased(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0].alias()
 
@@ -310,6 +362,8 @@ _KNOWN: dict[Any, Any] = {
     _aten._foreach_mul_.Tensor: _all_multiplied,
     _aten._foreach_mul_.Scalar: _all_multiplied,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+    _aten.zero_.default: _zeroed,
+    _aten._foreach_zero_.default: _zeroed,
     _aten.detach.default: _aliased,
     _aten.alias.default: _aliased,
 }
@@ -371,6 +425,11 @@ class LoopHabit:
         if self._landed_count:
             self._alike, self._landed_count, self._differs = 0, 0, False
             self._miss()
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more than one backward has led to the last step, or to the next."""
+        return max(self._usual, self._landed_count) > 1
 
     def step(self, factor: float | None) -> None:
         """The loop has multiplied the gradient by so much, and done nothing else; None: it has."""
@@ -500,6 +559,30 @@ class DeferredGrads:
                 flat[at : at + n].copy_(plain(ShardedTensors.local(seen)).reshape(-1))
         return flat, used, factors
 
+    def spend(self) -> None:
+        """Those that were dropped will not be brought any more."""
+        landed = self.landed
+        if landed is not None and landed.dropped:
+            landed.spend(self.params[0].name)
+
+    def hide_spent(self) -> None:
+        """Show no gradient where it is gone."""
+        landed = self.landed
+        for param in self.params if landed is not None and landed.gone else ():
+            grad = param.sharded_param.grad
+            if grad is not None and waiting(ShardedTensors.local(grad)):
+                param.sharded_param.grad = None
+
+    @property
+    def awaits_second(self) -> bool:
+        """Whether a second backward can bring the gradients that the parameters show, as nobody has looked at
+        them or put others there."""
+        landed = self.landed
+        if landed is None or not landed.dropped:
+            return False
+        shown = [param.sharded_param.grad is not None for param in self.params]
+        return all(factor is not None for factor, has in zip(self.factors(), shown, strict=True) if has)
+
     def _empty(self) -> Tensor:
         """For gradients that the loop has made itself."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.params[0].unsharded_param.device)
@@ -508,7 +591,7 @@ class DeferredGrads:
         """The memory where a gradient landed is about to be overwritten. Returns where it is from now on, if
         handles have it."""
         landed = self.landed
-        if landed is None or landed.flat.data_ptr() != shown.data_ptr():
+        if landed is None or landed.dropped or landed.flat.data_ptr() != shown.data_ptr():
             return None
         landed.move(shown.clone())
         return landed.flat

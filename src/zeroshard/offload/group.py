@@ -263,6 +263,7 @@ class UpdatePhase(Enum):
     LANDED = auto()  # one waits for its step
     BEGUN = auto()  # its update has begun before the step, and the gradient is kept to take it back
     FINAL = auto()  # its update has begun before the step, and the gradient is gone
+    DROPPED = auto()  # measured, and gone: a second backward brings it for the step
 
 
 class GroupUpdate:
@@ -322,6 +323,23 @@ class GroupUpdate:
     def leave_out(self) -> None:
         """It was not made, as the gradient is over the limit."""
         self.phase, self.ranges, self.holding = UpdatePhase.LANDED, None, False
+
+    def drop(self) -> None:
+        """Only what the gradient adds to the norm is kept."""
+        self.phase, self.flat = UpdatePhase.DROPPED, None
+
+    def await_second(self, used: list[bool]) -> None:
+        """The step wants the gradients of these, which were dropped."""
+        self.phase, self.flat, self.used = UpdatePhase.DROPPED, None, used
+
+    def come_again(self, flat: Tensor) -> None:
+        """The gradient that was dropped is here."""
+        self.phase, self.flat = UpdatePhase.LANDED, flat
+
+    @property
+    def dropped(self) -> bool:
+        """Whether a second backward is to bring its gradient."""
+        return self.phase is UpdatePhase.DROPPED
 
     def let_gradient_go(self) -> None:
         """The gradient is another's, or not needed."""

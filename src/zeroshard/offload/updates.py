@@ -22,12 +22,20 @@ waits for that number either: it travels with the gradient, and whoever updates 
 [Note: a step ahead] With delayed gradients an update may begin in the forward of the step that applies it,
 while forward and backward still compute with the weights before. So its new weights wait in `held` memory,
 and `optimizer.step()` lets them go: those that are done are copied then, the others when they are.
+
+[Note: a second backward] Where there is no room for all gradients until the norm is known, those of the
+units nearest the loss do not wait: what each adds to the norm is kept, and the gradient is dropped. Once the
+norm is known, `optimizer.step()` runs these units backward again, one by one, from the inputs and output
+gradients that `runtime/second_backward.py` kept, and each gradient is updated with as it lands. So nothing of
+them is ever taken back. A unit whose gradient is the sum of several backward passes keeps it, as one does
+that was called more than once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -40,7 +48,7 @@ from zeroshard.params.sharded_param import ShardedParam
 
 from .deferred import DeferredGrads
 from .group import OffloadGroup, UpdateDone, UpdatePhase
-from .work import HostUpdate, UpdateExecutor
+from .work import HostUpdate, SecondBackward, UpdateExecutor
 
 UNKNOWN = 0.05  # how far a norm rises, as a difference of logarithms, before two have been seen
 
@@ -77,6 +85,7 @@ class NormForecast:
 
 
 _grad = attrgetter("grad")
+UNLIKE = 0.1  # by how much the square of a norm may differ between a backward and the same again
 BACKLOG = 4  # parts that may wait on the device where no room was planned for all
 
 
@@ -105,6 +114,16 @@ class HostUpdates:
         self.nested = False  # some backward ran inside another, in which gradients may come twice
         self.busy = False  # an update may have begun that nobody has waited for
         self.waits = False
+        self.second: SecondBackward | None = None
+        self._repeated: set[int] = set()  # by id(part): those whose weights a second backward may need
+        self._again: dict[int, float | Sequence[float]] = {}  # by id(part): the scales of a second backward
+        self._compared: list[tuple[OffloadGroup, Tensor]] = []  # squares of norms, of both backward passes
+        self._alike = False  # the first of them were
+
+    def repeat_by(self, second: SecondBackward) -> None:
+        """What runs the backward of some units a second time."""
+        self.second = second
+        self._repeated = {id(part) for part in self.parts if second.covers(part)}
 
     def wait_in_step(self, waits: bool) -> None:
         """Whether `step()` returns when its updates are done, as nothing else would wait for them."""
@@ -115,6 +134,9 @@ class HostUpdates:
     def accept(self, part: OffloadGroup, flat: Tensor, used: list[bool]) -> None:
         """A reduced gradient has landed on the device."""
         self.executor.check()
+        if self.second is not None and self.second.running:
+            self._take_again(part, flat)
+            return
         if part.deferred is not None:
             if any(used):
                 self._land(part, part.deferred, flat, used)
@@ -132,7 +154,9 @@ class HostUpdates:
             part.update.land(flat, used)
             if part.measured is not None:
                 part.measure(flat)
-            if not part.update.awaits_end:
+            if self.second is not None and self.second.can(part):
+                part.update.drop()
+            elif not part.update.awaits_end:
                 self._begin(part)
         self._let_gradient_go(part)
 
@@ -143,6 +167,12 @@ class HostUpdates:
         part.update.land(flat, deferred.accept(flat, used))
         if part.measured is not None:
             torch.dot(deferred.norms, deferred.norms, out=part.measured.size[0])
+        landed = deferred.landed
+        if self.second is not None and landed is not None and not deferred.habit.accumulates:
+            if self.second.can(part):
+                landed.drop(partial(self.second.run, [part]))
+                part.update.let_gradient_go()
+                return
         if not part.update.awaits_end and not self.nested:
             self._begin(part)
         self._let_gradient_go(part)
@@ -154,7 +184,7 @@ class HostUpdates:
 
     @staticmethod
     def _refuse_second(part: OffloadGroup) -> None:
-        if part.update.begun:
+        if part.update.begun or part.update.dropped:
             raise StateError(
                 f"gradients came to `{part.params[0].name}` or others of its unit twice in one backward, as "
                 "they do where parameters are used inside of a reentrant checkpoint and again elsewhere, and "
@@ -182,6 +212,8 @@ class HostUpdates:
 
     def _begin(self, part: OffloadGroup) -> None:
         """Update a part before its step, where it is likely what that asks for and can be taken back."""
+        if id(part) in self._repeated:
+            return
         # What the step is likely to multiply its gradient by.
         scale = 1.0 if self._early else None
         if part.deferred is not None:
@@ -214,9 +246,11 @@ class HostUpdates:
         undo: bool = False,
         hold: bool = False,
         bound: Bound | None = None,
+        waits: bool | None = None,
     ) -> None:
         """Make a part's update due; with `undo` the one that stands is taken back first, and without a
-        `scale` that is all. `hold`: see [Note: a step ahead]."""
+        `scale` that is all. `hold`: see [Note: a step ahead]. `waits`: whether there is room for all
+        gradients that wait for the host."""
         update = part.update
         assert update.flat is not None
         if not update.known:  # no forward has asked for it since: two updates of one part have an order
@@ -229,7 +263,7 @@ class HostUpdates:
         self.busy = True
         try:
             # Gradients that wait on the device take room there; without `undo` none was planned for all.
-            self.executor.submit(job, None if self.undo or hold else BACKLOG)
+            self.executor.submit(job, None if (self.undo or hold if waits is None else waits) else BACKLOG)
         except BaseException:
             if update.done is done:  # it was not begun
                 update.withdraw(before)
@@ -270,14 +304,67 @@ class HostUpdates:
         for part in undone:
             self.wait(part)
         # Newest first: the first unit of the forward is done first.
-        for part, scale, keeps in reversed(list(zip(parts, scales, stands, strict=True))):
-            if not keeps:
-                self._start(part, scale, undo=part.update.begun)
+        due = [pair for pair, keeps in zip(zip(parts, scales, strict=True), stands, strict=True) if not keeps]
+        once = [pair for pair in due if id(pair[0]) not in self._repeated]
+        for part, scale in reversed(once):
+            self._start(part, scale, undo=part.update.begun)
+        if len(once) < len(due):
+            self._repeat([pair for pair in due if id(pair[0]) in self._repeated])
         if self.ahead:
             self._let_go([part for part, keeps in zip(parts, stands, strict=True) if keeps])
         for part in parts:
             part.count()
         self._asked = 0
+
+    def _repeat(self, due: Sequence[tuple[OffloadGroup, float | Sequence[float]]]) -> None:
+        """Bring dropped gradients again, and update with each as it lands. Of these units some may have kept
+        theirs."""
+        assert self.second is not None
+        dropped = [pair for pair in due if pair[0].update.dropped]
+        self._compare()
+        self._again = {id(part): scale for part, scale in dropped}
+        try:
+            self.second.run([part for part, _ in dropped])
+        finally:
+            missing, self._again = self._again, {}
+        if not self._alike:
+            self._compare()
+        if left := [part for part, _ in dropped if id(part) in missing]:
+            raise _unlike(left[0])
+        for part, scale in reversed(due):  # the second backward may have led through these units
+            if part.update.phase is UpdatePhase.LANDED:
+                self._start(part, scale)
+
+    def _take_again(self, part: OffloadGroup, flat: Tensor) -> None:
+        """A gradient that was dropped has come again: for its update, or for whoever looks at it."""
+        scale = self._again.pop(id(part), None)
+        if scale is None:
+            landed = part.deferred.landed if part.deferred is not None else None
+            if landed is not None and landed.dropped:
+                landed.move(flat)
+            return
+        if part.measured is not None:
+            square = torch.linalg.vector_norm(flat[: part.numel], dtype=torch.float32).square()
+            self._compared.append((part, torch.stack((part.size[0], square))))
+            if not self._alike:
+                self._compare(last=False)
+        if part.deferred is not None:
+            part.deferred.spend()
+        part.update.come_again(flat)
+        self._start(part, scale, waits=False)
+        part.update.let_gradient_go()
+
+    def _compare(self, last: bool = True) -> None:
+        """Hold the gradients of second backward passes against the first; `last`: all of a step are here."""
+        compared, self._compared = self._compared, []
+        if not compared:
+            return
+        pairs = torch.stack([pair for _, pair in compared]).tolist()
+        most = max(first for first, _ in pairs)
+        for (part, _), (first, again) in zip(compared, pairs, strict=True):
+            if abs(again - first) > UNLIKE * first + 1e-6 * most:
+                raise _unlike(part)
+        self._alike = self._alike or last
 
     def _let_go(self, parts: Sequence[OffloadGroup]) -> None:
         """The step has come: new weights may show. See [Note: a step ahead]."""
@@ -327,8 +414,13 @@ class HostUpdates:
                 if not part.update.known:
                     self.wait(part)  # it may still read what landed, which the loop may have changed
                 part.take_replaced()
-                flat, used, factors = deferred.collect()
-                part.update.land(flat, used)
+                if deferred.awaits_second:
+                    shown = [param.sharded_param.grad is not None for param in deferred.params]
+                    part.update.await_second(shown)
+                    factors = [1.0 if own is None else own for own in deferred.factors()]
+                else:
+                    flat, used, factors = deferred.collect()
+                    part.update.land(flat, used)
             due.append(part)
             scales.append([own * each for own in factors] if factor is None else factor)
             deferred.habit.step(factor)
@@ -397,6 +489,9 @@ class HostUpdates:
             part.update.end()
             if part.deferred is not None:
                 part.deferred.habit.drop()
+                part.deferred.spend()
+        if self.second is not None:
+            self.second.forget(parts)
 
     def _take_back(self, parts: Sequence[OffloadGroup]) -> None:
         """Weights and state are again those before what has begun, now."""
@@ -458,6 +553,8 @@ class HostUpdates:
     def begin_backward(self) -> None:
         """Gradients are about to land again: what no forward has asked for may still be read from there."""
         self.interrupt()
+        if self.second is not None:
+            self.bring_dropped()
         early = [part for part in self.parts if part.update.begun and not part.update.holding]
         # Graphs that saved these must not be followed any more.
         increment_version([p.unsharded_param for part in early for p in part.params])
@@ -466,16 +563,42 @@ class HostUpdates:
             if not part.update.known and not part.update.holding:
                 self.wait(part)
 
+    def bring_dropped(self, last: bool = False) -> None:
+        """Another backward adds to gradients that were dropped, or the run is closed, with its `last` ones:
+        they come again before."""
+        if self.second is None:
+            return
+        self.second.keep(self._dropped)
+        for part in self._dropped:
+            if part.deferred is not None:
+                self.second.run([part])
+        for part in self.parts if last else ():
+            if part.deferred is not None:
+                part.deferred.hide_spent()
+
+    @property
+    def _dropped(self) -> list[OffloadGroup]:
+        """Those whose gradients a second backward may have to bring."""
+        landed = [part.deferred.landed if part.deferred is not None else None for part in self.parts]
+        return [
+            part
+            for part, grads in zip(self.parts, landed, strict=True)
+            if part.update.dropped or (grads is not None and grads.dropped)
+        ]
+
     def end_backward(self) -> None:
         """Nothing computes with weights any more: begin with what has waited for that."""
         for part in self.parts:
             if part.update.end_wait() or self.nested:
                 landed = part.deferred.landed if part.deferred is not None else None
-                if landed is not None and part.update.fresh and not part.update.begun:
+                waits = landed is not None and not landed.dropped
+                if landed is not None and waits and part.update.fresh and not part.update.begun:
                     part.update.land(landed.flat, part.update.used)
                 if part.update.fresh and part.update.phase is UpdatePhase.LANDED:
                     self._begin(part)
                 self._let_gradient_go(part)
+        if self.second is not None:
+            self.second.keep(self._dropped)
 
     def finish(self, part: OffloadGroup, done: UpdateDone) -> None:
         """Wait in any thread for an update that was the last to be begun when its `done` was this event."""
@@ -499,6 +622,15 @@ class HostUpdates:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def _unlike(part: OffloadGroup) -> StateError:
+    return StateError(
+        f"the second backward of {part.label} gave other gradients than the first: the forward of that unit "
+        "does not compute the same again (it reads what has changed meanwhile), or its parameters are used "
+        "outside of its call. Pass Offload(repeat_backward=) fewer units, or 0. The update of this step is "
+        "not complete: go on from the last checkpoint."
+    )
 
 
 def _common_factor(part: OffloadGroup, deferred: DeferredGrads) -> float | None:

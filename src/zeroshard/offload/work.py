@@ -85,6 +85,27 @@ class UpdateExecutor(Protocol):
         """End the threads, after what is due."""
 
 
+class SecondBackward(Protocol):
+    """Runs the backward of units a second time; see [Note: a second backward] in `updates`."""
+
+    running: bool
+
+    def covers(self, part: OffloadGroup) -> bool:
+        """Whether the backward of its unit is one that runs twice."""
+
+    def can(self, part: OffloadGroup) -> bool:
+        """Whether the gradient that has just landed can be brought again."""
+
+    def keep(self, parts: Sequence[OffloadGroup]) -> None:
+        """Gradients of these were dropped; nothing else will be brought again."""
+
+    def run(self, parts: Sequence[OffloadGroup]) -> None:
+        """Bring the gradients of these, those nearest the loss first."""
+
+    def forget(self, parts: Sequence[OffloadGroup]) -> None:
+        """Those of these are not wanted."""
+
+
 @dataclass(frozen=True)
 class StagedUpdate:
     """An update, and its staging memory: `grad` and `weight` as it has them."""

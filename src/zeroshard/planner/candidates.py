@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zeroshard.errors import PlanError
-from zeroshard.layout.memory import MemoryModel, StepMoment, StepSegment, peak_of, step_moments
+from zeroshard.layout.memory import (
+    MemoryModel,
+    StepMoment,
+    StepSegment,
+    peak_of,
+    repeated_units,
+    step_moments,
+)
 from zeroshard.layout.specs import BufferBytes
 from zeroshard.layout.traffic import sent_by_rank
 from zeroshard.options import Options, Stage
@@ -68,6 +75,9 @@ class _Family:
         )
         if not problem.names:
             recomputes = tuple(r for r in recomputes if not r) or (False,)
+        if self.changes.get("repeat_backward"):
+            yield from self._repeating(recomputes)
+            return
         if self.placing in FILLING and self.placing != placing_of(problem.options.offload):
             yield from self._filling(recomputes)
             return
@@ -99,6 +109,34 @@ class _Family:
                     if made.disk if self.placing == "some on disk" else made.host:  # else another placing
                         yield made
                     break
+
+    def _repeating(self, recomputes: tuple[bool, ...]) -> Iterator[Candidate]:
+        """With as few units whose backward runs twice as fit. All are recomputed: of others more than their
+        inputs would be kept."""
+        problem = self.problem
+        if not self._in_between(recomputes):
+            return
+
+        def at(count: int, lean: bool) -> Candidate | None:
+            changes = {**self.changes, "repeat_backward": count}
+            way = problem.way(self.stage, self.placing, recomputes[-1], lean, changes)
+            options = filled(problem, way) if self.placing in FILLING else way
+            if options is None or options.offload is None:
+                return None
+            can = len(problem.setup(options).repeatable)
+            options = replace(options, offload=replace(options.offload, repeat_backward=min(count, can)))
+            made = price(problem, options)
+            return made if made.fits and can else None
+
+        for lean in (False, True):
+            low, high, found = 0, len(problem.names), at(len(problem.names), lean)
+            while found is not None and high - low > 1:
+                middle = (low + high) // 2
+                fewer = at(middle, lean)
+                low, high, found = (low, middle, fewer) if fewer is not None else (middle, high, found)
+            if found is not None:
+                yield found
+                return
 
     def _in_between(self, recomputes: tuple[bool, ...]) -> bool:
         """Whether filling the device first is of use: not all of it fits, and with nothing on the device that
@@ -329,9 +367,13 @@ def frames_of(problem: PlanningProblem, options: Options) -> list[PictureFrame]:
     if segments:
         forward = [float(s.flops) for s in segments]
         back = [s.flops * (3.0 if s.unit in setup.recomputed else 2.0) for s in reversed(segments)]
+        repeated = repeated_units(setup, problem.step.micro_batches > 1)
+        back += [3.0 * s.flops for s in reversed(segments) if s.unit in repeated]
     else:
         forward = [float(unit.numel) for unit in setup.units]
         back = [2 * length for length in reversed(forward)]
+        repeated = repeated_units(setup, problem.step.micro_batches > 1)
+        back += [3.0 * unit.numel for unit in reversed(setup.units) if unit.name in repeated]
     total = sum(forward) + sum(back) or 1.0
     cost = price(problem, options, segments)
     last = cost.seconds.get("update", 0.0) / max(cost.step, 1e-12)

@@ -84,6 +84,12 @@ def reasons(
         )
     if chosen.holds_on_host and problem.options.offload is None:
         yield "Gradients land on the host and wait there for the loop's clipping and step."
+    if chosen.repeats:
+        units = f"{chosen.repeats} units" if chosen.repeats > 1 else "unit"
+        yield (
+            f"The backward of the {units} nearest the loss runs twice: not all gradients have room until the "
+            "norm is known."
+        )
     yield from _unknown(problem, chosen)
     if chosen.placing != "device" and problem.options.clip_norm is None and not problem.options.defers:
         yield "Pass clip_norm= (math.inf to clip nothing): the host's update then overlaps with backward."

@@ -209,6 +209,8 @@ class Candidate:
             words.append("split master")
         if self.holds_on_host:
             words.append("gradients on host")
+        if self.repeats:
+            words.append(f"backward of {self.repeats} twice")
         if self.precision:
             words.append(self.precision)
         return ", ".join(words)
@@ -217,6 +219,11 @@ class Candidate:
     def splits(self) -> bool:
         """Whether masters are the weights and 16 bits more."""
         return (self.settings.get("offload") or {}).get("master") == "split"
+
+    @property
+    def repeats(self) -> int:
+        """Of how many units the backward runs twice."""
+        return int((self.settings.get("offload") or {}).get("repeat_backward", 0))
 
     @property
     def holds_on_host(self) -> bool:
@@ -228,7 +235,8 @@ class Candidate:
     def moving_parts(self) -> int:
         """What can go wrong: fewer is better where two are equally fast."""
         placing = {"device": 0, "state on host": 2, "some on host": 3, "all on host": 4}.get(self.placing, 5)
-        return self.stage + placing + bool(self.recompute) + self.lean + self.splits + self.holds_on_host
+        told = (self.recompute, self.lean, self.splits, self.holds_on_host, self.repeats)
+        return self.stage + placing + sum(map(bool, told))
 
     @property
     def family(self) -> tuple[Any, ...]:

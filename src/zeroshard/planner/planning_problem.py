@@ -257,6 +257,20 @@ class PlanningProblem:
             yield {"moments": "int8"} | ({"master": "split"} if narrow else {})
         if not on_device and replace(options, offload=Offload()).defers:
             yield {"undo": False}
+        if not on_device and self._repeats:
+            split = narrow and options.clip_norm is not None
+            yield {"repeat_backward": len(self.names)} | ({"master": "split"} if split else {})
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether units may run backward twice instead of keeping gradients until the norm is known."""
+        if self.world > 1 or self.step.micro_batches > 1 or not any(rule.kernel for rule in self.rules):
+            return False
+        try:
+            replace(self.options, offload=Offload(repeat_backward=1))
+        except OptionError:
+            return False
+        return True
 
     def leaner(self, options: Options, own_offload: bool = False) -> Options:
         """The same with buckets no larger than the largest tensor, and nothing gathered ahead."""

@@ -110,12 +110,17 @@ def _compute(setup: MemoryModel, segments: Sequence[StepSegment], machine: Machi
 
     again = sum(s.flops for s in segments if (s.unit in setup.recomputed))
     back = sum(s.back or s.flops * (3 if (s.unit in setup.recomputed) else 2) for s in segments)
+    twice = [s for s in segments if s.unit in setup.repeated]  # computed again, and backward again
+    again += sum(s.flops for s in twice)
+    back += sum(max(s.back, 3 * s.flops) for s in twice)
     return (
         sum(s.flops for s in segments) / ahead
         + rest(sum(s.moved for s in segments), sum(s.kernels for s in segments)),
         again / ahead
         + (back - again) / behind
-        + rest(sum(s.moved_back for s in segments), sum(s.kernels_back for s in segments)),
+        + rest(
+            sum(s.moved_back for s in (*segments, *twice)), sum(s.kernels_back for s in (*segments, *twice))
+        ),
     )
 
 

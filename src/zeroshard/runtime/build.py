@@ -208,6 +208,7 @@ class RuntimeBuilder:
             parameters = {t.name: t.parameter for unit in units for t in unit.param_refs}
             for spec in self.layout.parts:
                 self.host.plan(spec, parameters[spec.weights[0].name])
+            self.host.repeat(self.layout.repeatable, self.layout.repeated)
             self.host.open(self.transport)
         fresh = _Materializer(self.model, self.first, init, self.transport)
         specs: dict[str, list[GatherGroupSpec]] = {unit.name: [] for unit in units}
@@ -447,6 +448,11 @@ def _lines(tensor: Tensor) -> Tensor:
 
 def _check_offload(options: Options, transport: Transport) -> None:
     assert options.offload is not None
+    if options.offload.repeat_backward and transport.size > 1:
+        raise OptionError(
+            f"Offload(repeat_backward={options.offload.repeat_backward}) is for one rank, and these are "
+            f"{transport.size}: on several, each keeps its own rows of the gradients alone. Drop it."
+        )
     rests = options.offload.parameters
     if rests in ("host", "disk") and transport.size > 1 and not options.shards_params:
         raise OptionError(

@@ -95,6 +95,8 @@ def end(runtime: Runtime, hooks: Hooks) -> None:
     """Leave the model and the optimizers as if they had never been sharded. Every rank calls it."""
     _tell(runtime)
     runtime.sync_strategy.wind_up()
+    if runtime.host_updates is not None:
+        runtime.host_updates.bring_dropped(last=True)
     runtime.close()
     hooks.remove()
     successors = _plain_parameters(runtime)

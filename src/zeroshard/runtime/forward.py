@@ -46,7 +46,7 @@ from .unit import RunningUnit, tensors_in
 def recomputed(module: nn.Module, label: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a unit that keeps nothing but its inputs for backward."""
     kept = partial(checkpoint, forward, use_reentrant=False)
-    if any(_tracks(norm) for norm in module.modules()):
+    if tracks_statistics(module):
         kept = partial(kept, context_fn=lambda: (nullcontext(), Still(module)))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -64,6 +64,11 @@ def recomputed(module: nn.Module, label: str, forward: Callable[..., Any]) -> Ca
         return output
 
     return run
+
+
+def tracks_statistics(module: nn.Module) -> bool:
+    """Whether its forward changes running statistics."""
+    return any(_tracks(norm) for norm in module.modules())
 
 
 def _tracks(norm: nn.Module) -> bool:
@@ -108,6 +113,7 @@ class ForwardMethods:
         self.alone: nn.Module | None = None  # called past all of them, and at work
         self.on_inputs: Callable[[Any], None] | None = None  # of forwards that a backward may follow
         self.after_step: Callable[[], None] | None = None
+        self.on_outputs: Callable[[Any], None] | None = None  # of calls from outside
         precision, several = runtime.options.precision, runtime.transport.size > 1
         self._compute = getattr(torch, precision.compute) if precision is not None else None
         self._late = LateHooks(runtime.sharded_tensors, runtime.params, runtime.transport.size)
@@ -122,6 +128,10 @@ class ForwardMethods:
     def watch(self, on_inputs: Callable[[Any], None], after_step: Callable[[], None]) -> None:
         """Tell of the inputs of forwards that a backward may follow, and of steps."""
         self.on_inputs, self.after_step = on_inputs, after_step
+
+    def follow(self, on_outputs: Callable[[Any], None]) -> None:
+        """Tell of what calls from outside return."""
+        self.on_outputs = on_outputs
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """It has computed."""
@@ -148,6 +158,8 @@ class ForwardMethods:
     def expect_backward(self, output: Any) -> None:
         """Notice a coming backward by what a call from outside returns. These hooks end with the graph."""
         runtime = self.runtime  # and not the model, which a loss must not keep
+        if self.on_outputs is not None:
+            self.on_outputs(output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:

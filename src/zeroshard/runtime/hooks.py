@@ -35,6 +35,7 @@ from .model_changes import ModuleMoves
 from .optimizer_state import show_state, take_state, widen_state
 from .rank_agreement import together
 from .runtime import Runtime, arrived, strayed
+from .second_backward import second_backward
 from .unit import RunningUnit
 from .wrapper_words import tell_of_wrappers
 
@@ -60,6 +61,9 @@ class Hooks:
         self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, and what stood there before
         self._ends: list[Callable[[], object]] = []  # take away what is registered with torch itself
         self.entries = ForwardMethods(model, runtime)
+        self.second = second_backward(runtime)
+        if self.second is not None:
+            self.entries.follow(self.second.end_forward)
 
     def install(self, recompute: list[str]) -> None:
         widening = Widening(self.runtime.options.precision)
@@ -81,8 +85,11 @@ class Hooks:
         for update in self.runtime.updates:
             self._on_optimizer(update)
         for unit in self.runtime.units:
+            plain = unit.module.forward
             if unit.name in recompute:
                 self._recompute(unit)
+            if self.second is not None and unit.name in self.second.names:
+                self._replace(unit.module, "forward", self.second.around(unit, plain, unit.module.forward))
         self._guard_moves()
 
     def remove(self) -> None:

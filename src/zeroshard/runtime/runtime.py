@@ -275,10 +275,15 @@ class BackwardPass:
     def begin(self, task: int) -> bool:
         """There is a sign of a backward. Whether it is the first one."""
         if self.task is not None:
-            self.nested = self.nested or task != self.task
+            self.nested = self.nested or task != self.task >= 0
             return False
         self.task, self.nested, self.strayed = task, False, False
         return True
+
+    def go_on_as(self, task: int | None) -> int | None:
+        """Another backward runs inside it, of no number of autograd's, or has run. Returns what it was."""
+        before, self.task = self.task, task
+        return before
 
     def stray(self) -> None:
         self.strayed = True
@@ -332,8 +337,7 @@ class RuntimeParts:
 
 @dataclass(eq=False)
 class Runtime(RuntimeParts):
-    """See the module's docstring. `hooks` calls `enter`, `leave`, `step`, and what is registered calls
-    `arrived`; `api` the rest."""
+    """What is registered calls `enter`, `leave`, `step` and `arrived`; `api` the rest."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -533,8 +537,7 @@ class Runtime(RuntimeParts):
 
     def _land_late_ones(self) -> None:
         """Gradients that came after their bucket had left, from a nested backward or from outside of the
-        model, take another round. Ranks that have none make none: not all come to every checkpoint. Where
-        they are not the same on all ranks, the barrier tells, before anything is added up."""
+        model, take another round. Ranks that have none make none: the barrier tells of it."""
         if any(
             p.unsharded_param.grad is not None for bucket in self.gradients.buckets for p in bucket.params
         ):

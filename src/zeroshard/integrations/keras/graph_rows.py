@@ -84,12 +84,7 @@ class GraphEngine(Engine):
     def _build(self) -> None:
         optimizer = self.optimizer
         before = whole_slots(optimizer) if optimizer.built else None
-        excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
-        if excluded:
-            pairs = zip(self.weights, self.rows, strict=True)
-            renamed = {optimizer._var_key(weight): optimizer._var_key(row) for weight, row in pairs}
-            optimizer._exclude_from_weight_decay = {renamed.get(key, key) for key in excluded}
-            optimizer._exclude_from_weight_decay_cache = {}
+        self._exclude(self.weights, self.rows)
         release(optimizer)
         vars(optimizer)[ENGINE] = self
         optimizer.__class__ = standing_in(type(optimizer), GraphSharded)
@@ -97,6 +92,19 @@ class GraphEngine(Engine):
         self.reference = None
         if before is not None:
             self.put(before)
+
+    def _exclude(self, named: Sequence[Any], instead: Sequence[Any]) -> None:
+        """Variables that the optimizer excludes from weight decay by these names go by others."""
+        optimizer = self.optimizer
+        if excluded := getattr(optimizer, "_exclude_from_weight_decay", None):
+            key = optimizer._var_key
+            names = {key(one): key(other) for one, other in zip(named, instead, strict=True)}
+            optimizer._exclude_from_weight_decay = {names.get(name, name) for name in excluded}
+            optimizer._exclude_from_weight_decay_cache = {}
+
+    def close(self, values: Sequence[Array]) -> None:
+        self._exclude(self.rows, self.weights)
+        super().close(values)
 
     # ---- a step ----
 

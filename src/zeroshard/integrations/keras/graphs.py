@@ -39,8 +39,8 @@ from .config import Config
 from .files import Files
 from .graph_rows import Array, GraphEngine, GraphScaled
 from .graph_shares import GraphShares
-from .seams import Calls, Seams, refuse_compiled
-from .updates import engine_of, innermost, release, standing_in
+from .seams import Calls, Seams, forget_steps, refuse_compiled
+from .updates import engine_of, innermost, standing_in
 from .world import World
 
 log = logging.getLogger("zeroshard")
@@ -102,8 +102,9 @@ class GraphSession:
 
     def close(self) -> None:
         for engine in self.engines:
-            release(engine.optimizer)
+            engine.close(engine.whole())
         self.engines.clear()
+        forget_steps(self.known)
 
 
 def _shown(size: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -165,6 +165,14 @@ class Calls:
             self.session.known.add(model)
 
         return init
+
+
+def forget_steps(models: Iterable[Any]) -> None:
+    """Keras makes the functions of their steps again when they are called next."""
+    for model in models:
+        for name in ("train_function", "test_function", "predict_function"):
+            if getattr(model, name, None) is not None:
+                setattr(model, name, None)
 
 
 def refuse_compiled(model: Any) -> None:

@@ -21,8 +21,9 @@ import zeroshard as zs
 
 from .config import Config
 from .holders import Tree, list_anew
+from .seams import forget_steps
 from .shares import Shares
-from .updates import Engine, ScaledLoss, engine_of, for_keras, innermost, rows_like, standing_in
+from .updates import Engine, ScaledLoss, engine_of, for_keras, innermost, plain_class, rows_like, standing_in
 from .world import World
 
 log = logging.getLogger("zeroshard")
@@ -53,10 +54,13 @@ class Model:
                 optimizer.build(weights)
 
     def close(self) -> None:
-        """Plain again; the optimizer keeps nothing."""
+        """Plain again, the optimizer too: on every rank it has the whole state, and goes on with it wherever
+        it is used next."""
+        values = self.engine.whole()
         self.run.close()
         self.tree.fall()
-        self.engine.close()
+        self.engine.close(values)
+        self.optimizer.__class__ = plain_class(type(self.optimizer))
 
     def step_on(self, grads: Sequence[Tensor | None]) -> None:
         """The step that was under way when the model was sharded: with whole gradients, the same on every
@@ -83,6 +87,8 @@ class Session:
         self.shares = Shares(world)
         self.known: WeakSet[Any] = WeakSet()  # Keras models of this process
         self.models: list[Model] = []
+        self.taken_apart: WeakSet[Any] = WeakSet()  # Keras models, since others have their weights
+        self.by_turns = False  # whether it was said that such models cost time
         self.depth = 0  # calls of fit, evaluate and the like under way
 
     def model_of(self, keras_model: Any) -> Model | None:
@@ -95,6 +101,8 @@ class Session:
             return found
         if found is not None:
             self.forget(found)
+        for other in self._sharing(keras_model):
+            self.forget(other)
         if isinstance(innermost(optimizer), MultiOptimizer):
             raise zs.ModelError(
                 f"{optimizer.name} is a MultiOptimizer, and a sharded model has one optimizer: compile it "
@@ -110,6 +118,22 @@ class Session:
                 list_anew(outer)
                 vars(outer)["zero_grad"] = partial(self._zero_grad, outer)
         return model
+
+    def _sharing(self, keras_model: Any) -> list[Model]:
+        """Sharded models that have weights of this one, such as a part of it that was trained before: a
+        weight is in one run."""
+        ours = {id(weight) for weight in keras_model.weights}
+        sharing = [model for model in self.models if ours & model.tree.holdings.keys()]
+        if sharing and keras_model in self.taken_apart and not self.by_turns and self.world.rank == 0:
+            self.by_turns = True
+            log.warning(
+                "%s and %s share weights and train by turns: each is divided anew when its turn comes, which "
+                "costs time. A train_step of one model that has both, with an optimizer each, does not.",
+                keras_model.name,
+                sharing[0].keras.name,
+            )
+        self.taken_apart.update(model.keras for model in sharing)
+        return sharing
 
     def _zero_grad(self, outer: Any, set_to_none: bool = True) -> None:
         """Of a Keras model that is sharded, or has parts that are."""
@@ -173,6 +197,7 @@ class Session:
         """Every model is plain again."""
         for model in list(self.models):
             self.forget(model)
+        forget_steps(self.known)
 
 
 def example_of(batch: Any) -> Any:

@@ -159,9 +159,13 @@ class Engine:
         """Rows may rest in host memory while the model is on a GPU."""
         return cast(AbstractContextManager[Any], keras.device(str(self._device).replace("cuda", "gpu")))
 
-    def close(self) -> None:
-        """The optimizer is a plain one again, without variables."""
-        release(self.optimizer)
+    def close(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
+        """The optimizer is a plain one again, with these as its state: what `whole` gave."""
+        optimizer = self.optimizer
+        release(optimizer)
+        optimizer.build(self.weights)
+        for variable, value in zip(optimizer._variables, values, strict=True):
+            variable.assign(value)
 
     # ---- a step ----
 
