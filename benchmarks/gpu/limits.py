@@ -9,8 +9,9 @@ Ten limits for each of three models (a Llama-shaped one, GPT-2 and Qwen2 of tran
 from the smallest that the planner accepts to what the model takes whole, under both settings of the CUDA
 allocator. Each run is a process of its own that passes `limit=` and `batch=` and nothing else, so that its
 planner measures the machine, and trains `--steps` steps; the limit is the allocator's, too, so others on the
-same GPU cannot be in its way. Rows are written to --out as they come; rows of this commit that are there
-are not run again. The exit status is 1 where a run ended in another way than by training all its steps.
+same GPU cannot be in its way. Rows are written to --out as they come, and a table beside it; rows of this
+commit that are there are not run again. The exit status is 1 where a run ended in another way than by
+training all its steps.
 """
 
 import argparse
@@ -145,6 +146,34 @@ def measured(case, args):
     return case | row | {"seconds": round(time.monotonic() - begun, 1)}
 
 
+def report(rows, args):
+    """A table of all runs, beside the file with their figures."""
+    from provenance import command, preamble, version
+
+    torch_version = ", ".join(sorted({row["torch"] for row in rows})) or version("torch")
+    known = {
+        "hardware": args.hardware,
+        "commit": ", ".join(sorted({row["commit"][:7] for row in rows})),
+        "command": command(),
+    }
+    text = preamble("Runs under limits that only just fit", "Llama-shaped, GPT-2 and Qwen2", **known)
+    trained = sum(row["end"] == "trained" for row in rows)
+    text += [
+        f"{len(rows)} runs, {trained} of which trained all of their {args.steps} steps; torch",
+        f"{torch_version}, {args.together} at a time on one GPU, each under its own limit. Peaks are the",
+        "allocator's, in GiB.",
+        "",
+        "| model | allocator | limit | planned | peak | reserved | plan | end |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["model"], row["allocator"], row["limit"])):
+        sizes = (row["limit"], *(row.get(name, 0) for name in ("planned", "peak", "reserved")))
+        shown = " | ".join(f"{size / GIB:.2f}" if size else "" for size in sizes)
+        plan = row.get("plan", "").removeprefix("stage 0, ")
+        text.append(f"| {row['model']} | {row['allocator']} | {shown} | {plan} | {row['end']} |")
+    args.out.with_suffix(".md").write_text("\n".join(text) + "\n")
+
+
 class Memory:
     """Lets runs begin as long as their limits fit on the GPU together."""
 
@@ -177,7 +206,8 @@ def main():
     parser.add_argument("--room-gib", type=float, default=120.0, help="of the GPU, for all together")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no run begins")
     parser.add_argument("--limit-s", type=float, default=240.0, help="for one run")
-    parser.add_argument("--out", type=Path, default=Path("limits.json"))
+    parser.add_argument("--hardware", default="one NVIDIA H200, 16 cores")
+    parser.add_argument("--out", type=Path, default=Path("gpu-limits.json"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -208,6 +238,7 @@ def main():
                 row = measured(case, args)
                 rows.append(row)
                 args.out.write_text(json.dumps(rows, indent=1) + "\n")
+                report(rows, args)
                 said = f"{row['model']:>6} {row['allocator']:<10} {row['limit'] / GIB:7.2f} GiB  {row['end']}"
                 print(f"{said}  {row.get('plan', '')}", flush=True)
         finally:

@@ -150,7 +150,7 @@ def parameters_of_two(path: str) -> str:
 def test_parameters_on_the_disk_are_for_one_rank(disk_folder: Path) -> None:
     told = ranks(2).run(parameters_of_two, str(disk_folder))
     assert told[0] == told[1]
-    assert "is for one rank, and these are 2" in told[0]
+    assert "is for one rank, and these are 2: peers read rows from memory." in told[0]
 
 
 def test_a_disk_without_direct_io_is_told(disk_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -441,6 +441,14 @@ def test_several_ranks_are_refused() -> None:
     assert all("is for one rank, and these are 2" in told for told in ranks(2).run(on_two_ranks))
 
 
+def test_a_compiled_unit_is_refused() -> None:
+    model = make_model()
+    model.blocks[2].compile(backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(zs.OptionError, match="that module has none of its own, or is compiled"):
+        zs.shard(model, optimizer, clip_norm=1.0, offload=zs.Offload(repeat_backward=1))
+
+
 def test_a_forward_that_computes_something_else_is_refused() -> None:
     class Counting(NoisyBlock):
         calls = 0

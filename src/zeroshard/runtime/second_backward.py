@@ -91,37 +91,37 @@ class UnitCall:
     @classmethod
     def made(cls, unit: RunningUnit, forward: Forward, args: Any, kwargs: Any) -> UnitCall:
         leaves, structure = tree_flatten((args, kwargs))
-        kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        learns = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+        kept = [value.detach() if isinstance(value, Tensor) else value for value in leaves]
+        learns = [isinstance(value, Tensor) and value.requires_grad for value in leaves]
+        versions = [value._version for value in leaves if isinstance(value, Tensor)]
         return cls(unit, forward, kept, learns, structure, _RandomState.now(leaves), versions)
 
     @property
     def held(self) -> int:
         """Bytes that it keeps."""
-        kept = [leaf for leaf, learns in zip(self.leaves, self.learns, strict=True) if learns]
+        kept = [value for value, learns in zip(self.leaves, self.learns, strict=True) if learns]
         return sum(tensor.nbytes for tensor in (*kept, *self.grads.values()))
 
     def landed(self, number: int, grad: Tensor) -> None:
         """The gradient of a tensor that it returned."""
-        taker, leaf = self.takers.pop(number, (None, 0))
+        taker, index = self.takers.pop(number, (None, 0))
         if taker is None:
             self.grads[number] = grad
         else:
             self.from_later[number] = taker
-            taker.earlier.append((self, number, leaf))
+            taker.earlier.append((self, number, index))
 
     def run(self) -> None:
         """Make it again, and go backward through it."""
-        if [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)] != self.versions:
+        if [value._version for value in self.leaves if isinstance(value, Tensor)] != self.versions:
             raise StateError(
                 f"what the forward of {self.unit.label} was given has been written in place since, and its "
                 "second backward would begin with that. Write to a copy (x = x + y), or pass "
                 "Offload(repeat_backward=0)."
             )
         leaves = [
-            leaf.detach().requires_grad_() if learns else leaf
-            for leaf, learns in zip(self.leaves, self.learns, strict=True)
+            value.detach().requires_grad_() if learns else value
+            for value, learns in zip(self.leaves, self.learns, strict=True)
         ]
         args, kwargs = tree_unflatten(leaves, self.structure)
         with torch._C._ForceDispatchKeyGuard(*_AS_EVER), torch.enable_grad():
@@ -129,10 +129,10 @@ class UnitCall:
                 returned = list(tensors_in(self.forward(*args, **kwargs)))
             grads, self.grads = self.grads, {}
             torch.autograd.backward([returned[number] for number in grads], list(grads.values()))
-        for call, number, leaf in self.earlier:
+        for call, number, index in self.earlier:
             del call.from_later[number]
-            if leaves[leaf].grad is not None:
-                call.grads[number] = leaves[leaf].grad
+            if leaves[index].grad is not None:
+                call.grads[number] = leaves[index].grad
         self.earlier.clear()
 
     def let_go(self) -> None:
@@ -182,7 +182,7 @@ def _follow(places: Sequence[_Place], roots: Sequence[Any]) -> None:
     for edge, numbers in users.items():
         call, number = made[edge]
         takers = [place for place in places if numbers and all(n in place.numbers for n in numbers)]
-        leaves = [leaf for place in takers for leaf, given in place.given.items() if given == edge]
+        leaves = [value for place in takers for value, given in place.given.items() if given == edge]
         if len(takers) == len(leaves) == 1 and edge[0] not in roots:
             call.takers[number] = takers[0].call, leaves[0]
 
@@ -232,7 +232,7 @@ class RepeatedUnits(SecondBackward):
             if not first or torch.compiler.is_compiling() or runtime.closed:
                 return own(*args, **kwargs)
             call = UnitCall.made(unit, again, args, kwargs)
-            given = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves((args, kwargs))]
+            given = [value if isinstance(value, Tensor) else None for value in tree_leaves((args, kwargs))]
             begun = _next_number()
             result = own(*args, **kwargs)
             returned = {n: tensor for n, tensor in enumerate(tensors_in(result)) if tensor.requires_grad}
@@ -241,9 +241,9 @@ class RepeatedUnits(SecondBackward):
                     call,
                     range(begun, _next_number()),
                     {
-                        n: _edge(leaf)
-                        for n, leaf in enumerate(given)
-                        if leaf is not None and leaf.requires_grad
+                        n: _edge(value)
+                        for n, value in enumerate(given)
+                        if value is not None and value.requires_grad
                     },
                     {number: _edge(tensor) for number, tensor in returned.items()},
                 )
