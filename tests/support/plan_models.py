@@ -11,9 +11,9 @@ import models
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zeroshard.layout.timeline import StepSegment
 
 import zeroshard as zs
+from zeroshard.layout.memory import StepSegment
 from zeroshard.testing import PeakBytes
 
 ON_DEVICE = ("parameters", "gradients", "state", "gathered", "buckets")
