@@ -296,6 +296,24 @@ def test_loops_of_the_users_own(loop: Loop) -> None:
     check(loop, limit=None, steps=6)
 
 
+def test_a_gradient_scaler() -> None:
+    """One step overflows, and is left out."""
+    weights = []
+    for repeat in (0, 2):
+        training = Training(repeat, limit=None, precision="fp16")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        for step in range(5):
+            scaler.scale(training.loss(step) * (1e9 if step == 2 else 1.0)).backward()
+            scaler.unscale_(training.optimizer)
+            training.norms.append(float(clip_grad_norm_(training.params, ALWAYS)))
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+        assert scaler.get_scale() < 2.0**12
+        weights.append(training.end())
+    assert_same_bits(*weights)
+
+
 def test_accumulation_waits() -> None:
     """The sum of micro-batches cannot be brought again, so it is kept."""
     want = Training(0).train(accumulated, 4)

@@ -492,7 +492,7 @@ class HostUpdates:
                 part.deferred.habit.drop()
                 part.deferred.spend()
         if self.second is not None:
-            self.second.forget(parts)
+            self.second.keep(self._dropped)
 
     def _take_back(self, parts: Sequence[OffloadGroup]) -> None:
         """Weights and state are again those before what has begun, now."""

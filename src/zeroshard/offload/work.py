@@ -102,9 +102,6 @@ class SecondBackward(Protocol):
     def run(self, parts: Sequence[OffloadGroup]) -> None:
         """Bring the gradients of these, those nearest the loss first."""
 
-    def forget(self, parts: Sequence[OffloadGroup]) -> None:
-        """Those of these are not wanted."""
-
 
 @dataclass(frozen=True)
 class StagedUpdate:

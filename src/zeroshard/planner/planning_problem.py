@@ -258,8 +258,9 @@ class PlanningProblem:
         if not on_device and replace(options, offload=Offload()).defers:
             yield {"undo": False}
         if not on_device and self._repeats:
-            split = narrow and options.clip_norm is not None
-            yield {"repeat_backward": len(self.names)} | ({"master": "split"} if split else {})
+            yield {"repeat_backward": len(self.names)}
+            if narrow and options.clip_norm is not None:
+                yield {"repeat_backward": len(self.names), "master": "split"}
 
     @property
     def _repeats(self) -> bool:

@@ -335,10 +335,6 @@ class RepeatedUnits(SecondBackward):
             self._came[unit].remove(call)
             call.let_go()
 
-    def forget(self, parts: Sequence[OffloadGroup]) -> None:
-        for part in parts:
-            self._forget(self._unit_of[id(part)])
-
     def _forget(self, unit: RunningUnit) -> None:
         for call in self._came.pop(unit, ()):
             call.let_go()
