@@ -557,7 +557,8 @@ class Offload:
         object.__setattr__(self, "stage_bytes", parse_bytes(self.stage_bytes, "Offload.stage_bytes"))
         for name, least in (("stages", 2), ("threads", 1), ("repeat_backward", 0)):
             value = getattr(self, name)
-            if not (type(value) is int and value >= least) and (value is not None or name != "threads"):
+            whole = isinstance(value, int) and value >= least
+            if not whole and (value is not None or name != "threads"):
                 raise OptionError(f"Offload.{name}={value!r} must be a whole number, {least} or more.")
         check_fields(self)
 

@@ -590,9 +590,12 @@ def typed(value: Any) -> str:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """All options of `shard` as plain data, for a candidate."""
+    """All options of `shard` as plain data, for a candidate. Where no backward runs twice, that is not said: as
+    in plans from before there was such an option."""
     plain: dict[str, Any] = to_plain(options)
     del plain["type"]
+    if plain["offload"] is not None and not plain["offload"]["repeat_backward"]:
+        del plain["offload"]["repeat_backward"]
     return plain
 
 
