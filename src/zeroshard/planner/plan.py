@@ -590,8 +590,8 @@ def typed(value: Any) -> str:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """All options of `shard` as plain data, for a candidate. Where no backward runs twice, that is not said: as
-    in plans from before there was such an option."""
+    """All options of `shard` as plain data, for a candidate. Where no backward runs twice, that is not said:
+    as in plans from before there was such an option."""
     plain: dict[str, Any] = to_plain(options)
     del plain["type"]
     if plain["offload"] is not None and not plain["offload"]["repeat_backward"]:
